@@ -1,4 +1,4 @@
-"""The checkpoint of another run: a model is exported from it, and a new run starts from it, where it means the same."""
+"""Exports from the checkpoint of another run, and new runs that start from its models if the architecture is equal."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ LLAMA3 = {
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a `model`, and a `run` whose checkpoint of step 1 holds the model's weights."""
+    """Return a folder with a `model`, and a `run` with a checkpoint of step 1 with the weights of the model."""
     return one_step_run(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture
 def world(first: Path, tmp_path: Path) -> Path:
-    """A copy to change; the run's settings name the `model` of the original."""
+    """Return a copy that tests can change. The settings of the run still name the `model` of the original."""
     return shutil.copytree(first, tmp_path / "world")
 
 
@@ -58,43 +58,43 @@ def changed_arch(folder: Path, **changes: Any) -> ArchitectureConfig:
     return read_architecture(folder)
 
 
-def test_a_run_starts_from_weights_that_mean_the_same(world: Path) -> None:
+def test_run_starts_from_weights_of_an_equal_model(world: Path) -> None:
     run = str(world / "run")
     origin = open_origin(run, "actor", changed_arch(world / "model", max_position_embeddings=256))
     source = origin.source
     assert "the actor begins with that of " in origin.summary
     assert isinstance(source, CheckpointSource)
-    given = load_file(world / "model/model.safetensors")
-    found = dict(source.tensors())
-    assert found.keys() == given.keys()
-    assert all(torch.equal(found[name], given[name]) for name in given)
+    expected = load_file(world / "model/model.safetensors")
+    loaded = dict(source.tensors())
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     with pytest.raises(ValueError, match=r"it differs in ropes from the actor's config\.json"):
         open_origin(run, "actor", changed_arch(world / "model", rope_parameters=LLAMA3))
     with pytest.raises(ValueError, match=r"it differs in norm_eps, ropes from"):
         open_origin(run, "actor", changed_arch(world / "model", rms_norm_eps=1e-2))
 
 
-def test_a_checkpoint_is_exported_for_megatron(world: Path, tmp_path: Path) -> None:
-    """And what another run begins with there is what the checkpoint holds, on any layout."""
+def test_checkpoint_is_exported_for_megatron(world: Path, tmp_path: Path) -> None:
+    """A run that starts from the export has the weights of the checkpoint on any layout."""
     out = tmp_path / "out"
     assert main(["export", str(world / "run"), str(out), "--format", "torch_dist"]) == 0
     arch = read_architecture(world / "model")
-    found, given = open_origin(str(out), "actor", arch).source, SafetensorsSource(world / "model", arch)
-    assert isinstance(found, TorchDistSource)
+    exported, original = open_origin(str(out), "actor", arch).source, SafetensorsSource(world / "model", arch)
+    assert isinstance(exported, TorchDistSource)
     for parameter in model_parameters(arch):
         like = torch.empty(shard_shape(arch, parameter, 2, VOCAB + 1))
         for rank in range(2):
-            of = (arch, parameter, like, rank, 2, VOCAB + 1)
-            assert torch.equal(read_shard(found, *of), read_shard(given, *of)), parameter.megatron
+            shard = (arch, parameter, like, rank, 2, VOCAB + 1)
+            assert torch.equal(read_shard(exported, *shard), read_shard(original, *shard)), parameter.megatron
 
 
-def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
+def test_larger_vocabulary_is_not_padding(world: Path) -> None:
     with pytest.raises(ValueError, match=r"it differs in vocab_size from the actor's config\.json"):
         open_origin(str(world / "run"), "actor", changed_arch(world / "model", vocab_size=VOCAB - 2))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"tied_embeddings": True}, "config.json says: lm_head.weight is in only one of them"),
         (
@@ -104,16 +104,16 @@ def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
         ),
     ],
 )
-def test_tensors_of_another_architecture_are_named(world: Path, changes: dict[str, Any], words: str) -> None:
+def test_differing_tensors_are_named(world: Path, changes: dict[str, Any], message: str) -> None:
     arch = dataclasses.replace(read_architecture(world / "model"), **changes)
     with pytest.raises(ValueError, match="architecture of the actor in .* differs from config") as refused:
         CheckpointSource(world / "run/checkpoints/step-000001", "actor", arch)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("more", [-8, 8])
-def test_tensors_of_other_sizes_are_refused(world: Path, more: int) -> None:
-    """Smaller ones and larger ones."""
+def test_tensors_with_different_shapes_are_refused(world: Path, more: int) -> None:
+    """Smaller and larger shapes are refused."""
     arch = read_architecture(world / "model")
     other = dataclasses.replace(arch, ffn_hidden_size=arch.ffn_hidden_size + more)
     with pytest.raises(ValueError, match=r"mlp\..* has shape .*; the checkpoint is of another model"):
@@ -121,7 +121,7 @@ def test_tensors_of_other_sizes_are_refused(world: Path, more: int) -> None:
 
 
 def rewrite(run: Path, **changes: Any) -> None:
-    """Change a marker's content; None removes an entry."""
+    """Change the content of a marker. The value None removes an entry."""
     folder = run / "checkpoints/step-000001"
     marker = read_marker(folder)
     content = {name: value for name, value in (marker.content | changes).items() if value is not None}
@@ -134,7 +134,7 @@ def of_its_own(world: Path) -> None:
     rewrite(world / "run", settings=settings | {"model": settings["model"] | {"path": str(world / "model")}})
 
 
-def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> None:
+def test_older_checkpoints_have_the_config_of_their_model(world: Path) -> None:
     of_its_own(world)
     rewrite(world / "run", architectures=None)
     run, arch = str(world / "run"), read_architecture(world / "model")
@@ -146,23 +146,23 @@ def test_older_checkpoints_mean_what_their_model_folder_says(world: Path) -> Non
         open_origin(run, "actor", arch)
 
 
-def test_extensions_are_read_under_their_old_name(world: Path) -> None:
-    """Checkpoints that were written before 1.0 may call them `beyond`."""
+def test_extensions_have_an_older_name(world: Path) -> None:
+    """Checkpoints of versions before 1.0 may contain extensions as `beyond`."""
     run, arch = str(world / "run"), read_architecture(world / "model")
-    of_it: dict[str, Any] = architecture_fields(arch)
-    extensions = of_it.pop("extensions")
-    rewrite(world / "run", architectures={"actor": of_it | {"beyond": extensions}})
+    fields: dict[str, Any] = architecture_fields(arch)
+    extensions = fields.pop("extensions")
+    rewrite(world / "run", architectures={"actor": fields | {"beyond": extensions}})
     open_origin(run, "actor", arch)
-    rewrite(world / "run", architectures={"actor": of_it | {"beyond": extensions | {"sinks": True}}})
+    rewrite(world / "run", architectures={"actor": fields | {"beyond": extensions | {"sinks": True}}})
     with pytest.raises(ValueError, match="it differs in extensions"):
         open_origin(run, "actor", arch)
 
 
-def test_records_of_earlier_versions_are_compared_by_what_they_hold(world: Path) -> None:
-    """They hold `rope_parameters` and no settings of layers; a field that is missing has its default."""
+def test_records_of_earlier_versions_are_compared(world: Path) -> None:
+    """The records contain `rope_parameters`, and no settings of layers. Missing fields have their defaults."""
     run, arch = str(world / "run"), read_architecture(world / "model")
-    kept = {field.name for field in dataclasses.fields(arch) if field.compare and field.name != "extensions"}
-    record: dict[str, Any] = {name: value for name, value in architecture_fields(arch).items() if name in kept}
+    names = {field.name for field in dataclasses.fields(arch) if field.compare and field.name != "extensions"}
+    record: dict[str, Any] = {name: value for name, value in architecture_fields(arch).items() if name in names}
     parameters = arch.hf_config.rope_parameters
     rewrite(world / "run", architectures={"actor": {**record, "rope_parameters": parameters}})
     open_origin(run, "actor", arch)
@@ -174,7 +174,7 @@ def test_records_of_earlier_versions_are_compared_by_what_they_hold(world: Path)
         open_origin(run, "actor", arch)
 
 
-def test_an_export_of_another_config_is_refused(world: Path, tmp_path: Path) -> None:
+def test_export_with_a_changed_config_is_refused(world: Path, tmp_path: Path) -> None:
     of_its_own(world)
     changed_arch(world / "model", rms_norm_eps=1e-2)
     with pytest.raises(ValueError, match=r"the config\.json in .* differs from the start of the run"):
@@ -183,7 +183,7 @@ def test_an_export_of_another_config_is_refused(world: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_failed_export_leaves_nothing(
+def test_failed_export_leaves_no_files(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
 ) -> None:
     run, out = str(world / "run"), tmp_path / "out"
@@ -204,10 +204,8 @@ def test_a_failed_export_leaves_nothing(
     assert load_file(out / "model.safetensors").keys() == load_file(world / "model/model.safetensors").keys()
 
 
-def test_what_one_rank_does_not_see_every_rank_refuses(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also a rank that sees everything, which would otherwise wait for the one that has left."""
+def test_missing_files_on_one_rank_stop_all_ranks(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has all files also raises the error. Otherwise that rank would wait for a rank that has ended."""
     others: list[str] = []
 
     monkeypatch.setattr(objects, "all_gather_objects", lambda mine: [mine, others.pop(0)])
@@ -224,14 +222,14 @@ def test_what_one_rank_does_not_see_every_rank_refuses(
 
 
 @pytest.mark.parametrize("text", ["{run}@", "@120"])
-def test_half_of_a_run_and_step_is_refused(world: Path, text: str) -> None:
+def test_incomplete_run_and_step_is_refused(world: Path, text: str) -> None:
     arch = read_architecture(world / "model")
     with pytest.raises(ValueError, match="the @ separates a run from its step; give RUN@STEP"):
         open_origin(text.format(run=world / "run"), "actor", arch)
 
 
-def test_a_stored_tensor_is_read_once_and_freed(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Query, key and value of many heads are slices of one, which goes with its source."""
+def test_stored_tensor_is_read_once_and_freed(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query, key and value of many heads are slices of one tensor. The tensor is freed with its source."""
     read: list[str] = []
     load = dcp.load
 
@@ -245,7 +243,7 @@ def test_a_stored_tensor_is_read_once_and_freed(world: Path, monkeypatch: pytest
     parameters = [p for p in model_parameters(arch) if p.kind == "qkv"]
     slices = [piece for p in parameters for piece in pieces(arch, p, 0, 1, VOCAB)]
     whole = [source.read(piece).untyped_storage().data_ptr() for piece in slices if piece.name == slices[0].name]
-    assert len(slices) == 12 and len(set(whole)) == 1, "every slice made a copy of the whole"
+    assert len(slices) == 12 and len(set(whole)) == 1, "each slice has copied the whole tensor"
     assert read == ["actor.weight.model.layers.0.self_attn.qkv_proj.weight"]
     gone = weakref.ref(source)
     gc.disable()

@@ -1,4 +1,4 @@
-"""A checkpoint is found by its name, weights by their digest, and what a run holds besides comes back."""
+"""Selection of a checkpoint by name, the digest of weights, and the state of a run that is restored."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.support.places import BASE
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Runtime]:
-    """One process."""
+    """Start a process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Runtime(0, 1, 0, torch.device("cpu"))
     dist.destroy_process_group()
 
 
 def written(directory: Path, world: Runtime, settings: Mapping[str, Any] | None, rewards: list[float]) -> Path:
-    """Checkpoints of steps 1, 2, ... of a run with these `checkpoint` settings."""
+    """Write checkpoints of steps 1, 2, ... of a run with these `checkpoint` settings."""
     writer = CheckpointWriter(directory, CheckpointSettings(keep_last=99), world, 60)
     for step, reward in enumerate(rewards, 1):
         plain = snapshot(step, reward)
@@ -47,11 +47,11 @@ def written(directory: Path, world: Runtime, settings: Mapping[str, Any] | None,
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone: bool) -> None:
+def test_checkpoint_is_selected_by_name(tmp_path: Path, world: Runtime, alone: bool) -> None:
     runtime = None if alone else world
     directory = written(tmp_path / "a", world, {"keep_best": "reward/mean"}, [0.1, 0.3, 0.3, 0.2])
-    for wanted, step in (("1", 1), ("4", 4), ("best", 3), ("latest", 4)):
-        folder, marker, sentences = find_checkpoint(directory, wanted, runtime)
+    for selector, step in (("1", 1), ("4", 4), ("best", 3), ("latest", 4)):
+        folder, marker, sentences = find_checkpoint(directory, selector, runtime)
         assert (folder, marker.step, sentences) == (directory / f"step-00000{step}", step, [])
     with pytest.raises(ValueError) as refused:
         find_checkpoint(directory, "5", runtime)
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(
-    ("settings", "steps", "wanted", "words"),
+    ("settings", "steps", "selector", "message"),
     [
         ({"keep_best": None}, 2, "best", "has no checkpoint.keep_best to select the best; finished steps: 1, 2; name"),
         (None, 2, "best", "has no checkpoint.keep_best to select the best; finished steps: 1, 2; name"),
@@ -76,16 +76,16 @@ def test_a_checkpoint_is_found_by_its_name(tmp_path: Path, world: Runtime, alone
         (None, 0, "latest", "contains no finished checkpoint; wait for the first checkpoint of the run"),
     ],
 )
-def test_none_is_found(
-    tmp_path: Path, world: Runtime, alone: bool, settings: Any, steps: int, wanted: str, words: str
+def test_missing_checkpoints_are_reported(
+    tmp_path: Path, world: Runtime, alone: bool, settings: Any, steps: int, selector: str, message: str
 ) -> None:
     directory = written(tmp_path / "run", world, settings, [0.1] * steps)
-    with pytest.raises(ValueError, match=words):
-        find_checkpoint(directory, wanted, None if alone else world)
+    with pytest.raises(ValueError, match=message):
+        find_checkpoint(directory, selector, None if alone else world)
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_damaged_one_is_not_taken(tmp_path: Path, world: Runtime, alone: bool) -> None:
+def test_damaged_checkpoint_is_not_selected(tmp_path: Path, world: Runtime, alone: bool) -> None:
     runtime = None if alone else world
     directory = written(tmp_path, world, None, [0.1, 0.2])
     (directory / "step-000001" / "random-00000.pt").write_bytes(b"")
@@ -99,7 +99,7 @@ def test_a_damaged_one_is_not_taken(tmp_path: Path, world: Runtime, alone: bool)
 
 
 @pytest.mark.usefixtures("world")
-def test_the_digest_of_weights_is_of_every_bit_and_name() -> None:
+def test_digest_of_weights_covers_every_bit_and_name() -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
 
     def digest(**changes: Tensor) -> str:
@@ -113,25 +113,25 @@ def test_the_digest_of_weights_is_of_every_bit_and_name() -> None:
     assert len({digest(), *others}) == 1 + len(others)
 
 
-def test_generators_of_a_device_come_back(world: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is a device, then and now."""
-    found: list[Tensor] = []
+def test_generators_of_a_device_are_restored(world: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device exists both at the checkpoint and at the restore."""
+    restored: list[Tensor] = []
     on_cpu = random_states()
-    monkeypatch.setattr(torch.cuda, "set_rng_state", found.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([7]))
     assert on_cpu["cuda"] is None and random_states()["cuda"] is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_cuda = random_states()
     restore_random_states(on_cpu)
-    assert found == []
+    assert restored == []
     restore_random_states(on_cuda)
-    assert found == [torch.tensor([7])]
+    assert restored == [torch.tensor([7])]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     restore_random_states(on_cuda)
-    assert len(found) == 1
+    assert len(restored) == 1
 
 
-def test_ranks_and_seeds_draw_other_numbers() -> None:
+def test_ranks_and_seeds_have_different_random_numbers() -> None:
     import numpy as np
 
     def drawn(seed: int, rank: int) -> tuple[float, float, float]:
@@ -154,10 +154,11 @@ def test_every_value_of_a_rank_has_a_file(tmp_path: Path, world: Runtime) -> Non
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_writing_is_waited_for(
+def test_writing_can_be_awaited(
     tmp_path: Path, world: Runtime, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """In the background only where that is asked for; a run that fails gives it a while."""
+    """A checkpoint is written in the background only if the setting requests it. A failing run waits for a limited
+    time."""
     really, go_on = files.write_marker, threading.Event()
 
     def slow(folder: Path, marker: files.Marker) -> None:
@@ -177,27 +178,27 @@ def test_writing_is_waited_for(
     writer.wait()
 
 
-def with_kl(*words: str) -> Config:
-    return load_config(BASE, [f"algorithm.kl_in_reward={{{', '.join(('kind: kl', 'coef: 0.1', *words))}}}"])
+def with_kl(*changes: str) -> Config:
+    return load_config(BASE, [f"algorithm.kl_in_reward={{{', '.join(('kind: kl', 'coef: 0.1', *changes))}}}"])
 
 
 @pytest.mark.parametrize(
-    ("before", "words", "per", "target"),
+    ("before", "changes", "per", "target"),
     [
         ({"per": "token", "target": 3.0}, (), "token", 3.0),
-        ({"target": 3.0}, (), "response", 3.0),  # before there was a choice
+        ({"target": 3.0}, (), "response", 3.0),  # a checkpoint without the setting
         ({"per": "token", "target": 3.0}, ("target: 5.0",), "token", 5.0),
         ({"per": "token", "target": 3.0}, ("per: token",), "token", 3.0),
-        ({"per": "token", "target": 3.0}, ("per: response",), "response", None),  # in another unit it means nothing
+        ({"per": "token", "target": 3.0}, ("per: response",), "response", None),  # the unit of the target differs
         ({"per": "response", "target": 3.0}, ("per: token", "target: 0.5"), "token", 0.5),
     ],
 )
-def test_the_unit_of_kl_is_kept(before: dict[str, Any], words: tuple[str, ...], per: str, target: float | None) -> None:
-    config = with_kl(*words)
+def test_unit_of_kl_is_kept(before: dict[str, Any], changes: tuple[str, ...], per: str, target: float | None) -> None:
+    config = with_kl(*changes)
     default = config.algorithm.kl_in_reward
     assert default is not None
-    old, found = keep_kl_unit({"algorithm": {"kl_in_reward": before, "lam": 0.9}}, config)
-    kl = found.algorithm.kl_in_reward
+    old, adapted = keep_kl_unit({"algorithm": {"kl_in_reward": before, "lam": 0.9}}, config)
+    kl = adapted.algorithm.kl_in_reward
     assert kl is not None and (kl.per, kl.target) == (per, default.target if target is None else target)
     assert old == {"algorithm": {"kl_in_reward": {"per": "response", **before}, "lam": 0.9}}
     none: dict[str, Any] = {"algorithm": {"kl_in_reward": None}}

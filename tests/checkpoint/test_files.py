@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written whole, kept by rule, and never believed when they are not what was written."""
+"""Checkpoints on disk: complete writing, rules of deletion, and detection of damage."""
 
 from __future__ import annotations
 
@@ -44,68 +44,71 @@ CORRUPTIONS = 200
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
-    """A world of one process."""
+    """Start a process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Runtime(0, 1, 0, torch.device("cpu"))
     dist.destroy_process_group()
 
 
-def kept(directory: Path) -> list[int]:
+def remaining_steps(directory: Path) -> list[int]:
     return [step for step, _ in folders(directory)]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_newest_and_the_best_are_kept(tmp_path: Path, runtime: Runtime, asynchronous: bool) -> None:
+def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, runtime: Runtime, asynchronous: bool) -> None:
     write(tmp_path, runtime, *range(1, 7), keep_last=2, keep_best="reward/mean", asynchronous=asynchronous)
-    assert kept(tmp_path) == [6, 5, 2]
+    assert remaining_steps(tmp_path) == [6, 5, 2]
     prune(tmp_path, keep_last=1, keep_best="-reward/mean")
-    assert kept(tmp_path) == [6]
-    prune(tmp_path, keep_last=1, keep_best="x")  # was never a number
-    assert kept(tmp_path) == [6]
+    assert remaining_steps(tmp_path) == [6]
+    prune(tmp_path, keep_last=1, keep_best="x")  # the metric is missing
+    assert remaining_steps(tmp_path) == [6]
 
 
-def test_what_was_passed_over_takes_no_place_of_a_whole_one(tmp_path: Path, runtime: Runtime) -> None:
-    """A run that goes on from before damaged checkpoints keeps what it writes, until it writes theirs anew."""
+def test_skipped_checkpoints_do_not_displace_complete_ones(tmp_path: Path, runtime: Runtime) -> None:
+    """A run that continues from before damaged checkpoints keeps its new checkpoints, until it has replaced the damaged
+    ones."""
     write(tmp_path, runtime, 1, 2, 3, keep_last=3, keep_best=None)
     for step in (2, 3):
         next((tmp_path / f"step-{step:06d}").glob("*.distcp")).write_bytes(b"")
     prune(tmp_path, keep_last=1, keep_best="reward/mean", newest=1)
-    assert kept(tmp_path) == [3, 2, 1]
+    assert remaining_steps(tmp_path) == [3, 2, 1]
     write(tmp_path, runtime, 2, keep_last=1, keep_best=None)
-    assert kept(tmp_path) == [3, 2]
+    assert remaining_steps(tmp_path) == [3, 2]
     chosen = select_checkpoint(tmp_path, runtime)
     assert chosen is not None and chosen[1].step == 2
     write(tmp_path, runtime, 3, keep_last=1, keep_best=None)
-    assert kept(tmp_path) == [3]
+    assert remaining_steps(tmp_path) == [3]
 
 
 def test_milestones_are_kept(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, *range(1, 9), keep_last=2, keep_best=None, keep_every_steps=3)
-    assert kept(tmp_path) == [8, 7, 6, 3]
+    assert remaining_steps(tmp_path) == [8, 7, 6, 3]
 
 
-def test_a_checkpoint_is_written_by_a_thread_on_the_ranks_device(
+def test_writing_thread_uses_the_device_of_the_rank(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is a GPU: a thread begins on the first one, whose memory torch's writer would take for a context."""
-    told: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    """On GPUs, a new thread uses the first device, and the writer of torch would create a context there."""
+    devices: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: devices.append((threading.current_thread().name, device))
+    )
     third = Runtime(0, 1, 0, torch.device("cuda", 2))
     write(tmp_path, third, 1)
-    assert told == [("checkpoint", third.device)] and kept(tmp_path) == [1]
+    assert devices == [("checkpoint", third.device)] and remaining_steps(tmp_path) == [1]
 
 
-def test_a_minus_keeps_the_lowest(tmp_path: Path, runtime: Runtime) -> None:
+def test_minus_keeps_the_lowest(tmp_path: Path, runtime: Runtime) -> None:
     writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=1, keep_best="-reward/mean"), runtime, 60)
     for step, reward in enumerate((0.5, -3.0, 2.0, 1.0), start=1):
         writer.save(snapshot(step, reward), wait=True)
-    assert kept(tmp_path) == [4, 2]
+    assert remaining_steps(tmp_path) == [4, 2]
 
 
-def test_an_old_one_that_cannot_be_deleted_is_a_warning_and_tried_again(
+def test_failed_deletion_is_a_warning_and_retried(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on NFS, where a folder stays as long as a file in it is open elsewhere."""
+    """On NFS, a folder cannot be deleted while another machine has one of its files open."""
     really = os.rmdir
 
     def busy(path: Any, **more: Any) -> None:
@@ -121,12 +124,12 @@ def test_an_old_one_that_cannot_be_deleted_is_a_warning_and_tried_again(
     aside = tmp_path / "deleted-step-000001"
     sentence = f"{aside} cannot be deleted (Device or resource busy); the run tries again with the next checkpoint"
     assert writer.warnings() == [sentence] * 2 and writer.warnings() == []
-    assert kept(tmp_path) == [3] and not any(aside.iterdir())
+    assert remaining_steps(tmp_path) == [3] and not any(aside.iterdir())
     writer.save(snapshot(4), wait=True)
     assert writer.warnings() == [] and os.listdir(tmp_path) == ["step-000004"]
 
 
-def test_one_that_cannot_be_moved_stays_whole(
+def test_checkpoint_is_unchanged_if_a_move_fails(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(path: Path, target: Path) -> None:
@@ -139,11 +142,11 @@ def test_one_that_cannot_be_moved_stays_whole(
             f"{tmp_path / 'step-000001'} cannot be deleted (Permission denied); the run tries again with the "
             "next checkpoint"
         ]
-    assert kept(tmp_path) == [2, 1] and read_marker(tmp_path / "step-000001").step == 1
-    assert prune(tmp_path, 1, None) == [] and kept(tmp_path) == [2]
+    assert remaining_steps(tmp_path) == [2, 1] and read_marker(tmp_path / "step-000001").step == 1
+    assert prune(tmp_path, 1, None) == [] and remaining_steps(tmp_path) == [2]
 
 
-def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) -> None:
+def test_unfinished_checkpoint_is_written_again(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 1, 2)
     (tmp_path / "step-000002" / MARKER).unlink()
     (tmp_path / "step-000002" / "__9_0.distcp").write_text("of another layout")
@@ -156,10 +159,10 @@ def test_an_unfinished_one_is_written_again(tmp_path: Path, runtime: Runtime) ->
     assert chosen is not None and chosen[1].step == 2 and not chosen[2]
 
 
-def test_a_finished_one_stays_until_its_successor_is_finished(
+def test_finished_checkpoint_is_kept_until_it_is_replaced(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is stopped may write the checkpoint of a step again, with more in it, and be killed meanwhile."""
+    """A stopping run may write the checkpoint of a step again with more content, and may be killed meanwhile."""
     write(tmp_path, runtime, 1)
     before = {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()}
 
@@ -176,9 +179,9 @@ def test_a_finished_one_stays_until_its_successor_is_finished(
     write(tmp_path, runtime, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} != before
-    # Killed between the two renames:
+    # A run that was killed between the two renames:
     (tmp_path / "step-000001").rename(tmp_path / "step-000001.new")
-    (tmp_path / "step-000002.new").mkdir()  # and before the end of another one
+    (tmp_path / "step-000002.new").mkdir()  # a replacement that was not completed
     assert select_checkpoint(tmp_path, runtime) is None
     files.put_all_in_place(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.new"]
@@ -186,18 +189,16 @@ def test_a_finished_one_stays_until_its_successor_is_finished(
     assert chosen is not None and chosen[1].step == 1
 
 
-def test_what_other_machines_wrote_is_waited_for(
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system that all share may show a file some time after it was written."""
+def test_files_of_other_machines_are_awaited(tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system may show a file some time after another machine has written it."""
     really = files.stamp
 
     def hidden_for_a_while(path: Path) -> files.Stamp:
-        found = really(path)
+        original = really(path)
         if path.suffix == ".pt":
             elsewhere = path.rename(tmp_path / path.name)
             threading.Timer(0.3, elsewhere.rename, (path,)).start()
-        return found
+        return original
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "stamp", hidden_for_a_while)
@@ -206,7 +207,7 @@ def test_what_other_machines_wrote_is_waited_for(
     assert chosen is not None and chosen[1].step == 1 and not chosen[2]
 
 
-def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
+def test_no_complete_checkpoint_is_reported(tmp_path: Path, runtime: Runtime) -> None:
     assert select_checkpoint(tmp_path / "none", runtime) is None
     write(tmp_path, runtime, 1)
     (tmp_path / "step-000001" / MARKER).write_text("{}")
@@ -215,7 +216,7 @@ def test_nothing_to_choose(tmp_path: Path, runtime: Runtime) -> None:
 
 
 def corrupt(folder: Path, draw: random.Random) -> str:
-    """Damage a checkpoint in one of many ways; returns how."""
+    """Damage a checkpoint in one of many ways. Return a description of the damage."""
     files = sorted(folder.iterdir())
     first, second = draw.sample(files, 2)
     how = draw.choice(["truncate", "empty", "flip", "zero", "delete", "swap", "extend", "replace", "permute"])
@@ -239,7 +240,7 @@ def corrupt(folder: Path, draw: random.Random) -> str:
         first.write_bytes(content)
     elif how == "extend":
         first.write_bytes(data + b"\0")
-    elif how == "replace":  # the file of that name of another checkpoint
+    elif how == "replace":  # the file with the same name of another checkpoint
         first.write_bytes((folder.parent / "step-000001" / first.name).read_bytes())
     else:
         draw.shuffle(data)
@@ -247,8 +248,8 @@ def corrupt(folder: Path, draw: random.Random) -> str:
     return f"{how} {first.name} {second.name}"
 
 
-def test_random_corruptions_are_found(tmp_path: Path, runtime: Runtime) -> None:
-    """Whatever is done to the newest, it is passed over with its reason, or it is as it was."""
+def test_random_corruptions_are_detected(tmp_path: Path, runtime: Runtime) -> None:
+    """A damaged newest checkpoint is skipped with the reason, or its files are unchanged."""
     pristine = tmp_path / "pristine"
     write(pristine, runtime, 1, 2, 3, keep_last=3)
     contents = {p.name: p.read_bytes() for p in (pristine / "step-000003").iterdir()}
@@ -267,11 +268,11 @@ def test_random_corruptions_are_found(tmp_path: Path, runtime: Runtime) -> None:
             assert marker.step == 2 and len(sentences) == 1, how
             assert "step-000003 is damaged" in sentences[0] or "step-000003 was not finished" in sentences[0]
         shutil.rmtree(directory)
-    assert unharmed < CORRUPTIONS / 10  # such as zeros that were zeros before
+    assert unharmed < CORRUPTIONS / 10  # some changes have no effect, such as zeros that replace zeros
 
 
-def test_a_marker_is_compared_with_its_own_checksum(tmp_path: Path, runtime: Runtime) -> None:
-    """A change that leaves it valid: another step's number in what the trainer continues with."""
+def test_marker_is_compared_with_its_checksum(tmp_path: Path, runtime: Runtime) -> None:
+    """The changed marker is valid JSON with an additional entry."""
     write(tmp_path, runtime, 1)
     path = tmp_path / "step-000001" / MARKER
     written = json.loads(path.read_text())
@@ -297,7 +298,7 @@ HOSTILE_NAMES: list[Any] = [
 
 
 @pytest.mark.parametrize("files", HOSTILE_NAMES, ids=str)
-def test_a_marker_names_plain_files_of_its_folder(tmp_path: Path, files: Any) -> None:
+def test_marker_names_only_files_of_its_folder(tmp_path: Path, files: Any) -> None:
     folder = tmp_path / "step-000001"
     folder.mkdir()
     write_marker(folder, Marker(1, {}, {}))
@@ -309,17 +310,17 @@ def test_a_marker_names_plain_files_of_its_folder(tmp_path: Path, files: Any) ->
         read_marker(folder)
 
 
-def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
-    """A device or a pipe in the place of a file, or of the marker."""
+def test_files_without_an_end_are_not_read(tmp_path: Path) -> None:
+    """Check devices and pipes in place of a file and of the marker."""
     folder = tmp_path / "step-000001"
     folder.mkdir()
     (folder / "zero").symlink_to("/dev/zero")
     os.mkfifo(folder / "pipe")
     marker = Marker(1, {name: Stamp(1, "a") for name in ("zero", "pipe", "lost")}, {})
     write_marker(folder, marker)
-    found = problems(folder, sorted(read_marker(folder).files.items()))
-    no = "cannot be read: the path is not a regular file"
-    assert found == ["lost is missing", f"pipe {no}", f"zero {no}"]
+    reported = problems(folder, sorted(read_marker(folder).files.items()))
+    reason = "cannot be read: the path is not a regular file"
+    assert reported == ["lost is missing", f"pipe {reason}", f"zero {reason}"]
     (folder / MARKER).unlink()
     (folder / MARKER).symlink_to("/dev/zero")
     with pytest.raises(DamagedError, match="checkpoint.json cannot be read: the path is not a regular file"):
@@ -328,21 +329,21 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.waits
 @pytest.mark.parametrize("name", [MARKER, "other.pt"])
-def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, runtime: Runtime, name: str) -> None:
-    """A run would go back to an older checkpoint, and write over the newer one, for a moment's trouble of a disk."""
+def test_temporary_read_errors_are_not_damage(tmp_path: Path, runtime: Runtime, name: str) -> None:
+    """Otherwise a temporary error of a disk would return a run to an older checkpoint, and overwrite the newer one."""
     write(tmp_path, runtime, 1, 2)
     unreadable = tmp_path / "step-000002" / name
     marker = read_marker(unreadable.parent)
     write_marker(unreadable.parent, Marker(2, marker.files | {"other.pt": Stamp(1, "a")}, marker.content))
     unreadable.unlink(missing_ok=True)
-    unreadable.symlink_to("/proc/self/mem")  # a plain file whose beginning is an input/output error
+    unreadable.symlink_to("/proc/self/mem")  # a plain file with an input/output error at its beginning
     with pytest.raises(ValueError, match=f"{name} cannot be read .Input/output error., but may be undamaged"):
         select_checkpoint(tmp_path, runtime)
     (sentence,) = prune(tmp_path, 1, None) if name == MARKER else ["no checkpoint is deleted"]
-    assert "no checkpoint is deleted" in sentence and kept(tmp_path) == [2, 1]
+    assert "no checkpoint is deleted" in sentence and remaining_steps(tmp_path) == [2, 1]
 
 
-def test_what_was_written_and_cannot_be_read_back_costs_one_checkpoint(
+def test_unreadable_written_file_fails_the_checkpoint(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_file: Any, _name: str) -> Any:
@@ -354,23 +355,21 @@ def test_what_was_written_and_cannot_be_read_back_costs_one_checkpoint(
 
 
 @pytest.mark.waits
-def test_a_disk_that_answers_at_the_second_time_is_asked_twice(
-    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_disk_errors_are_retried(tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, runtime, 1, 2)
     digest, troubles = hashlib.file_digest, [OSError(errno.ESTALE, "Stale file handle")]
 
-    def asked(file: Any, name: str) -> Any:
+    def flaky_digest(file: Any, name: str) -> Any:
         if troubles:
             raise troubles.pop()
         return digest(file, name)
 
-    monkeypatch.setattr(hashlib, "file_digest", asked)
+    monkeypatch.setattr(hashlib, "file_digest", flaky_digest)
     chosen = select_checkpoint(tmp_path, runtime)
     assert chosen is not None and (chosen[1].step, chosen[2], troubles) == (2, [], [])
 
 
-def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runtime) -> None:
+def test_swapped_and_renamed_checkpoints_are_detected(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 1, 2)
     (tmp_path / "step-000001").rename(tmp_path / "x")
     (tmp_path / "step-000002").rename(tmp_path / "step-000001")
@@ -379,14 +378,14 @@ def test_swapped_and_renamed_checkpoints_are_found(tmp_path: Path, runtime: Runt
         select_checkpoint(tmp_path, runtime)
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, runtime: Runtime) -> None:
+def test_missing_write_access_is_reported(tmp_path: Path, runtime: Runtime) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be written in .*; make room or fix"):
         write(tmp_path / "checkpoints", runtime, 1)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_full_disk_is_a_sentence_and_costs_one_checkpoint(
+def test_full_disk_is_reported_and_fails_one_checkpoint(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     write(tmp_path, runtime, 1)
@@ -404,10 +403,10 @@ def test_a_full_disk_is_a_sentence_and_costs_one_checkpoint(
     assert chosen is not None and chosen[1].step == 1
 
 
-def test_random_states_come_back(runtime: Runtime) -> None:
+def test_random_states_are_restored(runtime: Runtime) -> None:
     import numpy as np
 
-    random.gauss(0, 1)  # Python keeps the second of a pair
+    random.gauss(0, 1)  # Python keeps the second number of a pair
     states = random_states()
     drawn = [(random.gauss(0, 1), random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)]
     restore_random_states(states)
@@ -416,14 +415,14 @@ def test_random_states_come_back(runtime: Runtime) -> None:
     ]
 
 
-def test_markers_hold_what_was_written(tmp_path: Path, runtime: Runtime) -> None:
+def test_markers_have_the_written_content(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 7)
     marker = read_marker(tmp_path / "step-000007")
     assert marker.content["trainer"] == {"step": 7}
     assert {p.name for p in (tmp_path / "step-000007").iterdir()} == marker.files.keys() | {MARKER}
 
 
-def test_changed_settings_are_told_apart() -> None:
+def test_changed_settings_are_classified() -> None:
     before: dict[str, Any] = {
         "run": {"seed": 1, "steps": 10, "name": "a"},
         "model": {"path": "m"},
@@ -438,7 +437,7 @@ def test_changed_settings_are_told_apart() -> None:
     }
     read_again = json.loads(json.dumps(before))
     assert compare_settings(before, read_again, (10, 10)) == Changes((), ())
-    old_form = {**before, "algorithm": {"lam": 0.9}}  # of before each role could have its own
+    old_form = {**before, "algorithm": {"lam": 0.9}}  # the form before separate lambdas of roles
     own_lambdas: dict[str, Any] = {**before, "algorithm": {"lam": {"actor": {"number": 1.0}, "critic": 1.0}}}
     lambdas = ("algorithm.lam.actor.number: 0.9 -> 1.0", "algorithm.lam.critic: 0.9 -> 1.0")
     assert compare_settings(old_form, own_lambdas, (10, 10)) == Changes(lambdas, ())
@@ -456,7 +455,7 @@ def test_changed_settings_are_told_apart() -> None:
     steady: list[dict[str, Any]] = [{"critic": wait["critic"]} for wait in waits]
     assert compare_settings(steady[0], steady[1], (10, 10)) == Changes((sentence,), ())
     unmentioned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 1800.0}}}
-    planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # by a slower machine
+    planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # planned by a slower machine
     assert compare_settings(unmentioned, planned, (10, 10)).harmless == ()
     resting = {"actor": {"offload": {"weights": True}}, "reference": {"offload": {"weights": True}}}
     staying = {"actor": {"offload": {"weights": False}}, "reference": {"offload": {"weights": False}}}
@@ -469,10 +468,10 @@ def test_changed_settings_are_told_apart() -> None:
     )
 
 
-def test_checkpoints_of_an_older_version_are_refused(
+def test_checkpoints_of_an_older_format_are_refused(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lack what this version keeps; nothing is guessed in its place."""
+    """These checkpoints lack values that this version needs. No value is guessed."""
     with monkeypatch.context() as older:
         older.setattr(files, "FORMAT", files.FORMAT - 1)
         write(tmp_path, runtime, 1)
@@ -480,8 +479,8 @@ def test_checkpoints_of_an_older_version_are_refused(
         select_checkpoint(tmp_path, runtime)
 
 
-def test_a_replay_that_an_earlier_version_wrote_is_refused(tmp_path: Path) -> None:
-    """Which kept other things of the minibatch than this one repeats it from."""
+def test_replay_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """The earlier version saved different data of the minibatch."""
     folder = files.step_folder(tmp_path, 3)
     folder.mkdir()
     files.write_marker(folder, Marker(3, {}, {"world_size": 1, "refused": {"role": "actor", "minibatch": 1}}))

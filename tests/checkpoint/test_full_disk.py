@@ -1,4 +1,4 @@
-"""A full disk is reported as one, with the file and what is free, by every writer of a run."""
+"""Every writer of a run reports a full disk with the file and the free space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megappo.errors import verdict_of, writing
 from megappo.observe.appending import AppendedFile
 from megappo.observe.plain_files import synced
 
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 
 LARGE = {"a": torch.zeros(10**6)}
 SMALL = {"a": torch.zeros(10)}
@@ -42,7 +42,7 @@ def rust_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("write", [torch_file, appended])
 @pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
-def test_a_file_without_room_is_named(
+def test_file_without_room_is_named(
     tmp_path: Path, write: Callable[[Path, dict[str, torch.Tensor]], None], tensors: dict[str, torch.Tensor]
 ) -> None:
     (tmp_path / "file").symlink_to("/dev/full")
@@ -54,7 +54,7 @@ def test_a_file_without_room_is_named(
 
 
 @pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
-def test_a_checkpoint_without_room_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_checkpoint_without_room_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     with pytest.raises(CheckpointException) as caught:
         dcp.save(tensors, storage_writer=storage_writer(tmp_path), no_dist=True)
@@ -63,11 +63,11 @@ def test_a_checkpoint_without_room_is_named(tmp_path: Path, tensors: dict[str, t
     assert re.search(rf"No space left on device .\d+ bytes free of \d+.: '{tmp_path}/__0_0.distcp'", str(error))
 
 
-def test_what_was_written_can_be_read(tmp_path: Path) -> None:
+def test_written_checkpoint_can_be_read(tmp_path: Path) -> None:
     dcp.save(LARGE, storage_writer=storage_writer(tmp_path), no_dist=True)
-    found = {"a": torch.ones(10**6)}
-    dcp.load(found, checkpoint_id=str(tmp_path), no_dist=True)
-    assert torch.equal(found["a"], LARGE["a"])
+    loaded = {"a": torch.ones(10**6)}
+    dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(loaded["a"], LARGE["a"])
 
 
 ALL_WRITERS = """
@@ -86,13 +86,13 @@ for write in (torch_file, rust_file, lambda path, tensors: save_tensors(tensors,
 
 
 @pytest.mark.waits
-def test_a_disk_of_a_megabyte(tmp_path: Path) -> None:
-    """A real one, on which writers fail in the middle of a file."""
+def test_real_disk_of_a_megabyte(tmp_path: Path) -> None:
+    """On a real disk, writers fail in the middle of a file."""
     line = 'mount -t tmpfs -o size=1m tmpfs "$2" && exec "$0" -c "$1" "$2"'
     command = ["unshare", "--mount", "bash", "-c", line, sys.executable, ALL_WRITERS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     if done.returncode and re.search("unshare|mount", done.stderr):
-        pytest.skip(f"no mounts here: {done.stderr.strip()}")
+        pytest.skip(f"mounts are not permitted: {done.stderr.strip()}")
     lines = done.stdout.splitlines()
     for printed in lines:
         # safetensors removes its file before the error.

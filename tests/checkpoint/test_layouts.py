@@ -1,4 +1,4 @@
-"""A checkpoint holds whole tensors under Hugging Face's names, and each layout reads and writes the same."""
+"""Checkpoints have whole tensors with the names of Hugging Face. Every layout reads and writes the same checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.models import VOCAB, write_model
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
 
 RATE, MOST = 1e-30, 1.001e-30
-"""The second is what an update moves a weight at most."""
+"""The learning rate, and the largest change of a weight by an update."""
 TP2, PP2 = "layout.tensor_parallel=2", "layout.pipeline_parallel=2"
 SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
 CASES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
@@ -48,11 +48,11 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     ),
     "apart": ("llama", {}, ["actor.layout.ranks=1", "critic.layout.first_rank=1"], []),
 }  # fmt: skip
-"""A family, changes of its model, and the layouts of two runs."""
+"""A family, changes of its model, and overrides with the layouts of two runs."""
 
 
 def everything(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, without the padding of the vocabulary."""
+    """Return all tensors of a checkpoint without the padding of the vocabulary."""
     metadata = read_metadata(folder)
     state: dict[str, Any] = {
         key: torch.empty(entry.size) for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")
@@ -62,7 +62,7 @@ def everything(folder: Path) -> dict[str, Tensor]:
 
 
 def shares(folder: Path) -> list[float]:
-    """Of the bytes, by the rank that wrote them."""
+    """Return the share of the bytes that each rank has written."""
     written = [sum(path.stat().st_size for path in folder.glob(f"__{rank}_*.distcp")) for rank in range(2)]
     return [n_bytes / sum(written) for n_bytes in written]
 
@@ -74,8 +74,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor], within: float = 0.0) -> boo
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", CASES)
-def test_layouts_read_each_others_checkpoints(name: str, tmp_path: Path) -> None:
-    """A learning rate of next to nothing leaves weights as they were read, or all but 0, and gives moments."""
+def test_layouts_read_checkpoints_of_each_other(name: str, tmp_path: Path) -> None:
+    """A very small learning rate keeps weights nearly unchanged, and updates the moments."""
     family, changes, first, second = CASES[name]
     model = write_model(tmp_path / "model", family, 1, **changes)
     content = base_config(model)
@@ -91,8 +91,8 @@ def test_layouts_read_each_others_checkpoints(name: str, tmp_path: Path) -> None
     read = [(str(steps[1]), {"actor": 7, "critic": 9}), (str(steps[0]), {"actor": 0, "critic": 0})]
     out = tmp_path / "second"
     updates = ask("checkpoint_worker.py", 2, {**case, "overrides": second, "out": str(out), "read": read})
-    assert [found[2:] for found in updates] == [[{"actor": 7, "critic": 9}, {"actor": 0, "critic": 0}]] * 2
-    least = 0.2 if name == "uneven" else 0.4  # ranks that hold the same share it out, and stages hold what they hold
+    assert [counts[2:] for counts in updates] == [[{"actor": 7, "critic": 9}, {"actor": 0, "critic": 0}]] * 2
+    least = 0.2 if name == "uneven" else 0.4  # ranks share equal tensors, and stages write separate tensors
     assert all(share > least for folder in (steps[1], out / "step-000002") for share in shares(folder))
     before, after = map(everything, steps)
     fresh, updated, restored, again = (everything(out / f"step-00000{step}") for step in (1, 2, 3, 4))

@@ -1,4 +1,5 @@
-"""Folders of Megatron-LM: what is read and written is the same, what cannot be is a sentence, and nothing is run."""
+"""Checkpoint folders of Megatron-LM: equal weights after reading and writing, errors in one sentence, and no executed
+code."""
 
 from __future__ import annotations
 
@@ -44,21 +45,21 @@ def leave_a_trace(where: str) -> None:
 
 
 class Payload:
-    """Pickled, it is a call that a reader makes without knowing."""
+    """A payload whose pickle calls a function when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return leave_a_trace, ("read",)
 
 
 def written(root: Path, folder: Path, role: str = "actor", dtype: torch.dtype = torch.float32) -> Path:
-    """A folder of Megatron-LM with the weights of one of Hugging Face."""
+    """Write a folder of Megatron-LM with the weights of a folder of Hugging Face."""
     arch = read_architecture(folder)
     write_torch_dist(root / "megatron", arch, SafetensorsSource(folder, arch), dtype, role=role, step=3)
     return root / "megatron"
 
 
-def assert_same(found: WeightSource, given: WeightSource, folder: Path, role: str = "actor") -> None:
-    """Every shard of every layout of tensor parallel ranks, to the last bit; one of four has nothing but padding."""
+def assert_same(actual: WeightSource, expected: WeightSource, folder: Path, role: str = "actor") -> None:
+    """Compare every shard of every tensor parallel layout bit by bit. With four ranks, one rank has only padding."""
     arch = read_architecture(folder)
     for parameter in model_parameters(arch):
         if role == "critic" and parameter.megatron == OUTPUT_LAYER:
@@ -67,8 +68,12 @@ def assert_same(found: WeightSource, given: WeightSource, folder: Path, role: st
             vocab = VOCAB + 1 if tp < 4 else 4 * 64
             like = torch.empty(shard_shape(arch, parameter, tp, vocab))
             for rank in range(tp):
-                of = (arch, parameter, like, rank, tp, vocab)
-                assert torch.equal(read_shard(found, *of), read_shard(given, *of)), (parameter.megatron, tp, rank)
+                shard = (arch, parameter, like, rank, tp, vocab)
+                assert torch.equal(read_shard(actual, *shard), read_shard(expected, *shard)), (
+                    parameter.megatron,
+                    tp,
+                    rank,
+                )
 
 
 @pytest.mark.parametrize(
@@ -82,43 +87,43 @@ def assert_same(found: WeightSource, given: WeightSource, folder: Path, role: st
         ("mixtral", False),
     ],
 )
-def test_what_is_written_is_read_again(tmp_path: Path, family: str, tied: bool) -> None:
+def test_written_folders_are_read_again(tmp_path: Path, family: str, tied: bool) -> None:
     folder = write_model(tmp_path / "model", family, 3, num_hidden_layers=2, tie_word_embeddings=tied)
     path, arch = written(tmp_path, folder), read_architecture(folder)
-    given = SafetensorsSource(folder, arch)
+    expected = SafetensorsSource(folder, arch)
     for role, text in (("actor", path), ("critic", f"{path}@release"), ("actor", path / "release")):
         origin = open_origin(str(text), role, arch)
         assert isinstance(origin.source, TorchDistSource)
         assert origin.summary == f"the {role} begins with {path / 'release'}"
         assert origin.source.value_head() is None
-        assert_same(origin.source, given, folder, role)
+        assert_same(origin.source, expected, folder, role)
 
 
-def test_a_critic_keeps_its_head(tmp_path: Path) -> None:
+def test_critic_keeps_its_value_head(tmp_path: Path) -> None:
     folder = write_value_model(tmp_path / "model", "qwen3", 3, num_hidden_layers=2, tie_word_embeddings=True)
     path, arch = written(tmp_path, folder, "critic"), read_architecture(folder)
-    given, found = SafetensorsSource(folder, arch), open_origin(str(path), "critic", arch).source
-    assert_same(found, given, folder, "critic")
-    heads = given.value_head(), found.value_head()
+    expected, actual = SafetensorsSource(folder, arch), open_origin(str(path), "critic", arch).source
+    assert_same(actual, expected, folder, "critic")
+    heads = expected.value_head(), actual.value_head()
     assert heads[0] is not None and heads[1] is not None
     assert torch.equal(heads[0].weight, heads[1].weight) and torch.equal(heads[0].bias, heads[1].bias)
     with pytest.raises(ValueError, match=r"release contains a critic, with one value as output; use a language"):
         open_origin(str(path), "actor", arch)
 
 
-def test_weights_keep_their_type(tmp_path: Path) -> None:
+def test_weights_keep_their_dtype(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", 3, num_hidden_layers=2)
     path, arch = written(tmp_path, folder, dtype=torch.bfloat16), read_architecture(folder)
     parameter = next(p for p in model_parameters(arch) if p.kind == "row")
     like = torch.empty(shard_shape(arch, parameter, 2, VOCAB), dtype=torch.bfloat16)
-    of = (arch, parameter, like, 1, 2, VOCAB)
-    found, given = open_origin(str(path), "actor", arch).source, SafetensorsSource(folder, arch)
-    assert torch.equal(read_shard(found, *of), read_shard(given, *of))
+    shard = (arch, parameter, like, 1, 2, VOCAB)
+    actual, expected = open_origin(str(path), "actor", arch).source, SafetensorsSource(folder, arch)
+    assert torch.equal(read_shard(actual, *shard), read_shard(expected, *shard))
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a `model` of Hugging Face's and the same of `megatron`'s."""
+    """Return a folder with a `model` of Hugging Face, and the same weights in `megatron`."""
     root = tmp_path_factory.mktemp("first")
     written(root, write_model(root / "model", "llama", 3, num_hidden_layers=2, tie_word_embeddings=False))
     return root
@@ -126,12 +131,12 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def world(first: Path, tmp_path: Path) -> Path:
-    """A copy to change."""
+    """Return a copy that tests can change."""
     return shutil.copytree(first, tmp_path / "world")
 
 
 def refused(world: Path, text: str = "", role: str = "actor", **changes: Any) -> str:
-    """What is said of a folder that a model of a changed architecture cannot begin with."""
+    """Return the error for a folder that does not match the changed architecture of a model."""
     arch = dataclasses.replace(read_architecture(world / "model"), **changes)
     TRACES.clear()
     with pytest.raises(ValueError, match=f"{role}.start_from") as error:
@@ -154,7 +159,7 @@ def change_arguments(folder: Path, **changes: Any) -> None:
     torch.save(common, folder / "common.pt")
 
 
-def test_iterations_are_named(world: Path) -> None:
+def test_iterations_are_selected(world: Path) -> None:
     root = world / "megatron"
     (root / "release").rename(root / "iter_0000100")
     (root / "latest_checkpointed_iteration.txt").write_text("100\n")
@@ -212,29 +217,29 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_contradict_config_json_are_said(world: Path, name: str) -> None:
-    changes, words = ARGUMENTS[name]
+def test_contradicting_arguments_are_reported(world: Path, name: str) -> None:
+    changes, message = ARGUMENTS[name]
     change_arguments(world / "megatron/release", **changes)
-    said = refused(world)
-    assert f"its arguments contradict the actor's config.json: {words}" in said
-    assert said.endswith("use a model of the same architecture")
+    error = refused(world)
+    assert f"its arguments contradict the actor's config.json: {message}" in error
+    assert error.endswith("use a model of the same architecture")
 
 
 def test_arguments_of_experts_are_compared(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3_moe", 3, num_hidden_layers=2)
     release = written(tmp_path, folder) / "release"
-    change_arguments(release, moe_ffn_hidden_size=None, ffn_hidden_size=24)  # which Megatron-LM takes then
+    change_arguments(release, moe_ffn_hidden_size=None, ffn_hidden_size=24)  # the value that Megatron-LM then uses
     open_origin(str(tmp_path / "megatron"), "actor", read_architecture(folder))
     change_arguments(release, moe_router_topk=4, moe_router_pre_softmax=True, ffn_hidden_size=48)
-    words = (
+    message = (
         "moe_ffn_hidden_size 48 (config.json: 24), moe_router_topk 4 (config.json: 2), moe_router_pre_softmax true "
         "(config.json: false); use"
     )
-    assert words in refused(tmp_path)
+    assert message in refused(tmp_path)
 
 
-def test_arguments_that_mean_the_same_are_accepted(world: Path) -> None:
-    """As Megatron-LM writes them: with those that are left out, and objects of every kind that it keeps."""
+def test_equivalent_arguments_are_accepted(world: Path) -> None:
+    """The arguments are as Megatron-LM writes them, with missing values and with all types of objects."""
     folder = world / "megatron/release"
     change_arguments(
         folder, rotary_base=10000, kv_channels=None, vocab_size=VOCAB - 4, make_vocab_size_divisible_by=128,
@@ -260,14 +265,14 @@ def test_arguments_that_mean_the_same_are_accepted(world: Path) -> None:
     open_origin(str(world / "megatron"), "actor", read_architecture(world / "model"))
 
 
-def test_newer_checkpoints_keep_arguments_among_the_tensors(world: Path) -> None:
-    """As Megatron-Core 0.19 does: bytes in a shard, and no `common.pt`."""
+def test_newer_checkpoints_have_arguments_in_a_shard(world: Path) -> None:
+    """Megatron-Core 0.19 writes bytes into a shard, and no `common.pt`."""
     folder = world / "megatron/release"
     change_arguments(folder, num_layers=7)
     common = torch.load(folder / "common.pt", weights_only=False)
     (folder / "common.pt").unlink()
     assert "common.pt cannot be read: No such file" in refused(world)
-    for content, words in (
+    for content, message in (
         ([common], "num_layers 7 (config.json: 2)"),
         (Payload(), f"distcp names {__name__}.leave_a_trace, which Megatron-LM does not write"),
     ):
@@ -283,16 +288,16 @@ def test_newer_checkpoints_keep_arguments_among_the_tensors(world: Path) -> None
             metadata.storage_data[index] = place
 
         change_metadata(folder, add)
-        assert words in refused(world)
+        assert message in refused(world)
 
 
-def test_a_larger_vocabulary_is_no_padding(world: Path) -> None:
+def test_larger_vocabulary_is_not_padding(world: Path) -> None:
     folder = world / "megatron/release"
     change_arguments(folder, vocab_size=None, make_vocab_size_divisible_by=4, tensor_model_parallel_size=1)
-    said = refused(world, vocab_size=VOCAB - 5)
-    assert f"{VOCAB} tokens, padded in steps of 4 (config.json: vocab_size {VOCAB - 5})" in said
-    said = refused(world, vocab_size=VOCAB + 1)
-    assert f"word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json requires at least" in said
+    error = refused(world, vocab_size=VOCAB - 5)
+    assert f"{VOCAB} tokens, padded in steps of 4 (config.json: vocab_size {VOCAB - 5})" in error
+    error = refused(world, vocab_size=VOCAB + 1)
+    assert f"word_embeddings.weight' in {folder} has shape ({VOCAB}, 32), config.json requires at least" in error
 
 
 def unknown_tensor(metadata: Metadata) -> None:
@@ -353,21 +358,21 @@ CRAFTED: dict[str, tuple[Callable[[Metadata], None], str]] = {
 
 
 @pytest.mark.parametrize("how", CRAFTED)
-def test_what_a_checkpoint_cannot_hold_is_a_sentence(world: Path, how: str) -> None:
-    craft, words = CRAFTED[how]
+def test_invalid_metadata_is_reported(world: Path, how: str) -> None:
+    craft, message = CRAFTED[how]
     change_metadata(world / "megatron/release", craft)
-    assert words in refused(world)
+    assert message in refused(world)
 
 
-def test_shapes_of_another_architecture_are_named(world: Path) -> None:
-    """Also where a checkpoint says nothing but them."""
+def test_differing_shapes_are_named(world: Path) -> None:
+    """The shapes are also compared if the checkpoint has no arguments."""
     folder = world / "megatron/release"
     assert "its arguments contradict the actor's config.json: ffn_hidden_size 48 (config.json: 40); use" in refused(
         world, ffn_hidden_size=40
     )
     torch.save({}, folder / "common.pt")
-    words = f"'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json requires (2, 80"
-    assert words in refused(world, ffn_hidden_size=40)
+    message = f"'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json requires (2, 80"
+    assert message in refused(world, ffn_hidden_size=40)
     assert "contains output_layer.weight, which a llama of its config.json does not have" in refused(
         world, tied_embeddings=True
     )
@@ -377,14 +382,14 @@ def test_shapes_of_another_architecture_are_named(world: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [Payload(), {"args": Payload()}, {"args": Namespace(x=Payload())}], ids=range(3))
-def test_an_unknown_class_is_refused_by_its_name(world: Path, content: Any) -> None:
+def test_unknown_class_is_refused_by_name(world: Path, content: Any) -> None:
     torch.save(content, world / "megatron/release/common.pt")
-    words = f"common.pt names {__name__}.leave_a_trace, which Megatron-LM does not write"
-    assert words in refused(world)
+    message = f"common.pt names {__name__}.leave_a_trace, which Megatron-LM does not write"
+    assert message in refused(world)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps({}), None, "a list"], ids=range(5))
-def test_a_common_file_that_is_none_is_a_sentence(world: Path, content: bytes | str | None) -> None:
+def test_invalid_common_file_is_reported(world: Path, content: bytes | str | None) -> None:
     path = world / "megatron/release/common.pt"
     if content is None:
         path.unlink()
@@ -392,11 +397,11 @@ def test_a_common_file_that_is_none_is_a_sentence(world: Path, content: bytes | 
         torch.save([content], path)
     else:
         path.write_bytes(content)
-    words = "cannot be read: No such file" if content is None else "has content that Megatron-LM does not"
-    assert f"{path} {words}" in refused(world)
+    message = "cannot be read: No such file" if content is None else "has content that Megatron-LM does not"
+    assert f"{path} {message}" in refused(world)
 
 
-def test_files_that_were_cut_short_are_a_sentence(world: Path) -> None:
+def test_truncated_files_are_reported(world: Path) -> None:
     path = world / "megatron/release/__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-7])
     assert "is damaged: __0_0.distcp has " in refused(world)
@@ -404,8 +409,8 @@ def test_files_that_were_cut_short_are_a_sentence(world: Path) -> None:
     assert "is damaged: __0_0.distcp is missing; fetch it again" in refused(world)
 
 
-def test_a_rank_reads_its_parts_once(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of other layers, and a matrix whose slices are asked for one after another, once."""
+def test_rank_reads_its_parts_once(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads nothing of other layers. A matrix with several requested slices is read once."""
     arch = read_architecture(first / "model")
     source = open_origin(str(first / "megatron"), "actor", arch).source
     load = Mock(wraps=torch.load)
@@ -418,7 +423,7 @@ def test_a_rank_reads_its_parts_once(first: Path, monkeypatch: pytest.MonkeyPatc
         assert load.call_count == 1
 
 
-def test_a_shard_that_holds_a_call_is_not_run(world: Path) -> None:
+def test_call_in_a_shard_is_not_run(world: Path) -> None:
     path = world / "megatron/release/__0_0.distcp"
     arch = read_architecture(world / "model")
     source = open_origin(str(world / "megatron"), "actor", arch).source
@@ -436,13 +441,13 @@ def test_a_shard_that_holds_a_call_is_not_run(world: Path) -> None:
     assert not TRACES
 
 
-def test_an_export_says_what_megatron_looks_for(first: Path) -> None:
+def test_export_has_the_files_for_megatron(first: Path) -> None:
     root = first / "megatron"
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert json.loads((root / "release/metadata.json").read_text())["sharded_backend"] == "torch_dist"
-    common = torch.load(root / "release/common.pt", weights_only=True)  # with the list of Megatron-Core's own
+    common = torch.load(root / "release/common.pt", weights_only=True)  # with the classes of Megatron-Core
     assert (common["iteration"], common["checkpoint_version"]) == (3, 3.0)
-    said = vars(common["args"])
-    wanted = {"num_layers": 2, "num_query_groups": 2, "padded_vocab_size": VOCAB, "normalization": "RMSNorm"}
-    wanted |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "no_save_optim": True, "no_save_rng": True}
-    assert said | wanted == said and said["swiglu"] and said["tensor_model_parallel_size"] == 1
+    arguments = vars(common["args"])
+    expected = {"num_layers": 2, "num_query_groups": 2, "padded_vocab_size": VOCAB, "normalization": "RMSNorm"}
+    expected |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "no_save_optim": True, "no_save_rng": True}
+    assert arguments | expected == arguments and arguments["swiglu"] and arguments["tensor_model_parallel_size"] == 1

@@ -1,4 +1,4 @@
-"""An export has a model card with the run's figures, and is uploaded where somebody asks for it."""
+"""Exports have a model card with the metrics of the run, and can be uploaded."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ METRICS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run with a checkpoint of step 1."""
+    """Return the directory of a run with a checkpoint of step 1."""
     directory = one_step_run(tmp_path_factory.mktemp("published")) / "run"
     lines = [{"step": 1, "reward/mean": 0.25, "eval/reward_mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
 
 
-def test_a_card_has_the_figures_of_the_last_steps() -> None:
+def test_card_has_the_metrics_of_the_last_steps() -> None:
     config = load_config(QUICKSTART)
     text = model_card(config, METRICS, role="actor", step=9)
     card = ModelCard(text)
@@ -58,7 +58,7 @@ def test_a_card_has_the_figures_of_the_last_steps() -> None:
     assert "## Results" not in model_card(config, [], role="actor", step=0)
 
 
-def test_a_card_names_what_a_model_began_with() -> None:
+def test_card_names_the_base_model() -> None:
     begun = ("model.init=pretrained", "model.path=Some/Model@v1", "model.tokenizer=configs/models/tiny_arithmetic")
     config = load_config(QUICKSTART, [*begun, "critic.path=Some/Critic"])
     assert ModelCard(model_card(config, [], role="actor", step=1)).data.base_model == "Some/Model"
@@ -68,7 +68,7 @@ def test_a_card_names_what_a_model_began_with() -> None:
     assert adapters.data.library_name == "peft" and "AutoPeftModelForCausalLM" in adapters.text
 
 
-def test_names_in_a_card_are_text() -> None:
+def test_names_in_a_card_are_escaped() -> None:
     name = "a <script>|[link](http://x)\n---\nlicense: mit"
     config = load_config(QUICKSTART).model_copy(
         update={"run": load_config(QUICKSTART).run.model_copy(update={"name": name})}
@@ -79,14 +79,14 @@ def test_names_in_a_card_are_text() -> None:
 
 
 @pytest.mark.parametrize("written", ["{\n", "[1]\n", '{"step": "x"}\n'])
-def test_a_card_without_readable_figures_says_so(tmp_path: Path, written: str) -> None:
+def test_card_without_metrics_has_a_note(tmp_path: Path, written: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(written)
-    (told,) = write_card(tmp_path, load_config(QUICKSTART), tmp_path, role="actor", step=1)
-    assert told.startswith("the model card has no results: ") and "metrics.jsonl" in told
+    (note,) = write_card(tmp_path, load_config(QUICKSTART), tmp_path, role="actor", step=1)
+    assert note.startswith("the model card has no results: ") and "metrics.jsonl" in note
     assert "## Training" in (tmp_path / "README.md").read_text()
 
 
-def test_an_export_has_the_card_of_its_step(run: Path, tmp_path: Path) -> None:
+def test_export_has_the_card_of_its_step(run: Path, tmp_path: Path) -> None:
     api.export(run, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "actor after step 1" in text and "| `reward/mean` | 0.25 |" in text
@@ -95,7 +95,7 @@ def test_an_export_has_the_card_of_its_step(run: Path, tmp_path: Path) -> None:
 
 
 class Hub(ThreadingHTTPServer):
-    """Answers huggingface_hub's client as the hub does, and keeps what it is sent."""
+    """A server that answers the client of huggingface_hub as the Hub does, and stores the received files."""
 
     daemon_threads = True
 
@@ -109,12 +109,12 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The three requests of an upload of files that are small enough to be in the commit itself."""
+    """The three requests of an upload of files that are small enough for the commit itself."""
 
     server: Hub
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self._answer({})
@@ -171,9 +171,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_an_export_is_uploaded_as_it_is_written(hub: Hub, run: Path, tmp_path: Path, public: bool) -> None:
-    told = api.export(run, tmp_path / "out", push_to_hub=NAME, public=public)
-    assert told[-1] == f"uploaded to {NAME}, commit {COMMIT[:12]}"
+def test_export_is_uploaded_unchanged(hub: Hub, run: Path, tmp_path: Path, public: bool) -> None:
+    notes = api.export(run, tmp_path / "out", push_to_hub=NAME, public=public)
+    assert notes[-1] == f"uploaded to {NAME}, commit {COMMIT[:12]}"
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert hub.files == written and {"README.md", "model.safetensors", "tokenizer.json"} <= written.keys()
     (created,) = hub.created
@@ -182,18 +182,20 @@ def test_an_export_is_uploaded_as_it_is_written(hub: Hub, run: Path, tmp_path: P
     assert hub.keys == {"Bearer hf_of_nobody"}
 
 
-def test_an_upload_that_fails_leaves_the_export(
+def test_failed_upload_leaves_the_export(
     hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.refuses = True
     assert main(["export", str(run), str(tmp_path / "out"), "--push-to-hub", NAME]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'out'} is written, but could not be uploaded to {NAME}" in said and "Storage is full" in said
-    assert f"hf upload {NAME} {tmp_path / 'out'}" in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'out'} is written, but could not be uploaded to {NAME}" in output and "Storage is full" in output
+    )
+    assert f"hf upload {NAME} {tmp_path / 'out'}" in output and output.count("\n") == 1
     assert (tmp_path / "out" / "model.safetensors").exists() and not hub.files
 
 
-def test_what_cannot_be_uploaded_is_told_before_the_export(
+def test_invalid_uploads_are_refused_before_the_export(
     hub: Hub, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Whoever wrote a checkpoint: reading it runs no code, and what another torch wrote is the same or is refused."""
+"""Reading a checkpoint executes no code. Checkpoints of other versions of torch have the same values or are refused."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ TRACES: list[str] = []
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
-    """A world of one process."""
+    """Start a process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Runtime(0, 1, 0, torch.device("cpu"))
     dist.destroy_process_group()
 
 
-def wanted() -> dict[str, ShardedTensor]:
+def empty_shards() -> dict[str, ShardedTensor]:
     return {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape)) for key, shape in SHAPES.items()}
 
 
@@ -51,7 +51,7 @@ def leave_a_trace(where: str) -> None:
 
 
 class Payload:
-    """Pickled, it is a call that a reader makes without knowing."""
+    """A payload whose pickle calls a function when it is loaded."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -69,7 +69,7 @@ def in_a_key(metadata: Metadata, folder: Path) -> None:
 
 
 def in_bytes(metadata: Metadata, folder: Path) -> None:
-    """What is no tensor, torch's loader reads by a pickle of its own, from the shards."""
+    """Replace a tensor with bytes in a shard. The loader of torch reads such bytes with pickle."""
     key = next(iter(SHAPES))
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
     content = io.BytesIO()
@@ -106,8 +106,8 @@ CRAFTED: dict[str, tuple[Callable[[Metadata, Path], None], str]] = {
 
 
 @pytest.mark.parametrize("how", CRAFTED)
-def test_crafted_metadata_run_no_code(tmp_path: Path, runtime: Runtime, how: str) -> None:
-    """The marker fits: whoever can write `.metadata` can write that too."""
+def test_crafted_metadata_execute_no_code(tmp_path: Path, runtime: Runtime, how: str) -> None:
+    """The marker has the checksum of the crafted file. A writer of `.metadata` can also write the marker."""
     craft, sentence = CRAFTED[how]
     write(tmp_path, runtime, 1)
     folder = tmp_path / "step-000001"
@@ -120,19 +120,19 @@ def test_crafted_metadata_run_no_code(tmp_path: Path, runtime: Runtime, how: str
     assert chosen is not None and not chosen[2]
     TRACES.clear()
     with pytest.raises(ValueError, match=f"step-000001 is damaged: {sentence}") as raised:
-        read_tensors(folder, wanted())
+        read_tensors(folder, empty_shards())
     assert "\n" not in str(raised.value)
     assert TRACES == []
 
 
 class OlderPickler(pickle.Pickler):
-    """Members of enumerations as Python 3.11.0 to 3.11.3 write them, which is what Debian 12 has."""
+    """A pickler for members of enumerations as in Python 3.11.0 to 3.11.3, such as in Debian 12."""
 
     def reducer_override(self, value: Any) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-def test_metadata_of_older_pythons_load(tmp_path: Path, runtime: Runtime) -> None:
+def test_metadata_of_older_pythons_are_read(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 1)
     folder = tmp_path / "step-000001"
     with (folder / ".metadata").open("rb") as file:
@@ -140,7 +140,7 @@ def test_metadata_of_older_pythons_load(tmp_path: Path, runtime: Runtime) -> Non
     with (folder / ".metadata").open("wb") as file:
         OlderPickler(file).dump(metadata)
     assert b"getattr" in (folder / ".metadata").read_bytes()
-    shards = wanted()
+    shards = empty_shards()
     read_tensors(folder, shards)
     for key, shape in SHAPES.items():
         assert torch.equal(shards[key].data, torch.full(shape, 1.0)), key
@@ -153,18 +153,18 @@ def test_metadata_of_older_pythons_load(tmp_path: Path, runtime: Runtime) -> Non
      b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x01aK\x01sb."],
     ids=range(9),
 )  # fmt: skip
-def test_metadata_that_are_none_are_a_sentence(tmp_path: Path, runtime: Runtime, content: bytes) -> None:
+def test_invalid_metadata_is_reported(tmp_path: Path, runtime: Runtime, content: bytes) -> None:
     write(tmp_path, runtime, 1)
     (tmp_path / "step-000001" / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"step-000001 is damaged: \.metadata"):
-        read_tensors(tmp_path / "step-000001", wanted())
+        read_tensors(tmp_path / "step-000001", empty_shards())
     (tmp_path / "step-000001" / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata cannot be read: No such file"):
-        read_tensors(tmp_path / "step-000001", wanted())
+        read_tensors(tmp_path / "step-000001", empty_shards())
 
 
 @pytest.mark.parametrize("broken", ["call", "truncated", "empty", "missing"])
-def test_files_of_ranks_hold_values_alone(tmp_path: Path, broken: str) -> None:
+def test_files_of_ranks_contain_only_plain_values(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "random-00000.pt"
     torch.save(Payload("values") if broken == "call" else {"a": torch.ones(3)}, path)
     if broken in ("truncated", "empty"):
@@ -177,7 +177,7 @@ def test_files_of_ranks_hold_values_alone(tmp_path: Path, broken: str) -> None:
     assert TRACES == [] and "\n" not in str(raised.value)
 
 
-def test_tensors_that_are_not_there_are_a_sentence(tmp_path: Path, runtime: Runtime) -> None:
+def test_missing_tensors_are_reported(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 1)
     folder = tmp_path / "step-000001"
     other = {"actor.weight.c": ShardedTensor.from_rank_offsets("actor.weight.c", torch.zeros(2))}
@@ -195,53 +195,54 @@ def test_tensors_that_are_not_there_are_a_sentence(tmp_path: Path, runtime: Runt
 
 def unpack(version: str, folder: Path) -> Path:
     with tarfile.open(ARCHIVES / f"torch-{version}.tar.xz") as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # missing in Python before 3.11.4
         archive.extractall(folder)
     return folder / "step-000007"
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0", "2.14.1"])
-def test_checkpoints_of_other_versions_of_torch_load(tmp_path: Path, runtime: Runtime, version: str) -> None:
-    """The light environment's torch, the full one's and the first that is allowed (support/checkpoints.py)."""
+def test_checkpoints_of_other_torch_versions_are_read(tmp_path: Path, runtime: Runtime, version: str) -> None:
+    """The versions are those of the light environment, of the full one, and the first compatible one
+    (support/checkpoints.py)."""
     unpack(version, tmp_path)
     chosen = select_checkpoint(tmp_path, runtime)
     assert chosen is not None
     folder, marker, sentences = chosen
     assert not sentences and marker.content["versions"]["torch"].startswith(version)
-    shards = wanted()
+    shards = empty_shards()
     read_tensors(folder, shards)
     for key, shape in SHAPES.items():
         assert torch.equal(shards[key].data, torch.full(shape, 7.0)), key
     before = random_states()
-    seed_generators(3, 0)  # as before it was written
+    seed_generators(3, 0)  # the state at the time of writing
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
     restore_random_states(load_values(folder / "random-00000.pt"))
     assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
     restore_random_states(before)
 
 
-def test_a_checkpoint_of_an_unknown_torch_is_refused(tmp_path: Path, runtime: Runtime) -> None:
-    """Torch 2.15 writes metadata that 2.14 has no place for."""
+def test_checkpoint_of_an_unknown_torch_is_refused(tmp_path: Path, runtime: Runtime) -> None:
+    """Torch 2.15 writes metadata that torch 2.14 cannot read."""
     unpack("2.15.0", tmp_path)
-    here = re.escape(str(torch.__version__))
+    installed = re.escape(str(torch.__version__))
     with pytest.raises(
         ValueError,
-        match=rf"step-000007 was written with torch 2\.15\.0\+\S+, this is torch {here}; checkpoints are "
+        match=rf"step-000007 was written with torch 2\.15\.0\+\S+, this is torch {installed}; checkpoints are "
         r"compatible from torch 2\.11 to 2\.14: continue with torch 2\.15\.0",
     ):
         select_checkpoint(tmp_path, runtime)
 
 
 @pytest.mark.parametrize(
-    ("written", "here", "loads"),
+    ("written", "installed", "loads"),
     [("2.13.0+cpu", "2.14.1+cu130", True), ("2.11.0a0+x", "2.14.9", True), ("2.15.0", "2.15.1+cpu", True),
      ("2.10.2", "2.13.0", False), ("2.13.0", "2.15.0", False), ("3.13.0", "2.13.0", False),
      ("unknown", "2.13.0", False)],
 )  # fmt: skip
-def test_versions_in_the_range_or_of_the_same_release_load(
-    monkeypatch: pytest.MonkeyPatch, written: str, here: str, loads: bool
+def test_compatible_versions_of_torch_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, written: str, installed: str, loads: bool
 ) -> None:
-    monkeypatch.setattr(versions.torch, "__version__", here)
+    monkeypatch.setattr(versions.torch, "__version__", installed)
     marker = Marker(1, {}, {"versions": {"torch": written}})
     if loads:
         require_readable(Path("step-000001"), marker)
@@ -250,14 +251,14 @@ def test_versions_in_the_range_or_of_the_same_release_load(
             require_readable(Path("step-000001"), marker)
 
 
-def test_what_installs_is_what_was_tried() -> None:
-    """What is required are the versions between which checkpoints are exchanged, and no untested one above."""
+def test_required_versions_are_tested() -> None:
+    """The requirements allow only versions of torch whose checkpoints are tested."""
     required = (ROOT / "megappo" / "requirements.txt").read_text()
     (first_major, first_minor), (last_major, last_minor) = TORCH_VERSIONS
     assert f"torch>={first_major}.{first_minor},<{last_major}.{last_minor + 1}" in required.splitlines()
-    tried = {path.name.removeprefix("torch-").removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz")}
+    tested = {path.name.removeprefix("torch-").removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz")}
     for release in TORCH_VERSIONS:
-        assert any(version.startswith(".".join(map(str, release)) + ".") for version in tried)
+        assert any(version.startswith(".".join(map(str, release)) + ".") for version in tested)
     for package in ("torch", "megatron-core", "transformers"):
         bounds = re.findall(rf"^{package}(.*)$", required, re.MULTILINE)
         assert bounds and all("<" in bound and ">=" in bound for bound in bounds), package

@@ -1,4 +1,4 @@
-"""The command line: checks before anything starts, one line per problem, exit code 2."""
+"""The command line: checks before a run starts, one line per problem, and exit code 2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.places import BASE, QUICKSTART, ROOT
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A tiny model folder."""
+    """Write the folder of a tiny model. Return an override."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 256}
     heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the command line calls, with the trainer and the export replaced."""
+    """Replace the trainer and the export. Return the recorded calls of the command line."""
     seen: list[tuple[Any, ...]] = []
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
@@ -47,8 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         evaluate=lambda run: seen.append(("evaluate", run.config)),
     )
 
-    def export(*words: Any, without_mtp: bool, own: tuple[str | None, bool]) -> list[Path]:
-        seen.append(("export", *words, without_mtp, *own))
+    def export(*arguments: Any, without_mtp: bool, own: tuple[str | None, bool]) -> list[Path]:
+        seen.append(("export", *arguments, without_mtp, *own))
         return []
 
     monkeypatch.setitem(sys.modules, "megappo.ppo.run", trainer)
@@ -61,15 +61,15 @@ def spawn(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.waits
-def test_a_signal_before_a_run_listens_has_it_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM's before the time limit, while modules are imported."""
+def test_early_signal_requests_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM sends a signal before the time limit, while modules are imported."""
 
-    def asked(*_given: Any) -> Config:
+    def load(*_arguments: Any) -> Config:
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(10)
-        raise AssertionError("the process goes on")
+        raise AssertionError("the process continues")
 
-    monkeypatch.setattr("megappo.commands.train.load_config", asked)
+    monkeypatch.setattr("megappo.commands.train.load_config", load)
     child = os.fork()
     if child == 0:
         try:
@@ -81,19 +81,19 @@ def test_a_signal_before_a_run_listens_has_it_started_again(monkeypatch: pytest.
 
 @pytest.mark.waits
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("actor.epoch=2", "actor.epoch is not a setting; did you mean actor.epochs?"),
         ("run.steps=0", "run.steps is 0, must be above 0; the nearest is 1"),
         ("model.path=./nowhere", "model.path './nowhere': there is no such folder"),
     ],
 )
-def test_malformed_in_a_process(override: str, words: str) -> None:
+def test_malformed_settings_in_a_process(override: str, message: str) -> None:
     done = spawn("train", str(BASE), override)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("megappo: error: ")
-    assert words in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -108,7 +108,7 @@ def test_rule_between_sections_in_a_process(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("arguments", "remedy"),
     [
         (["plan", "a.yaml", "--rollout.prompts_per_step=8"], "without dashes: rollout.prompts_per_step=8"),
         (["plan", "a.yaml", "--rollout-batch-size", "128"], "without dashes: rollout.prompts_per_step=VALUE"),
@@ -116,12 +116,12 @@ def test_rule_between_sections_in_a_process(model: str) -> None:
         (["plan", "a.yaml", "--xyzzy"], "--xyzzy; settings are written without dashes, such as run.steps=10\n"),
     ],
 )
-def test_an_unknown_option(words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What other trainers have as flags, and what is misspelt."""
+def test_unknown_options_have_a_remedy(arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options are flags of other trainers, and misspelt options."""
     with pytest.raises(SystemExit, match="2"):
-        main(words)
-    said = capsys.readouterr().err
-    assert said.startswith(f"usage: megappo {words[0]} ") and remedy in said
+        main(arguments)
+    output = capsys.readouterr().err
+    assert output.startswith(f"usage: megappo {arguments[0]} ") and remedy in output
 
 
 @pytest.mark.waits
@@ -141,11 +141,11 @@ def test_train(calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [("actor.minibatch_sequences=7", "actor.minibatch_sequences"), ("rollout.sglang={}", "rollout.sglang is given")],
 )
-def test_settings_are_refused_before_the_data_of_epochs_are_read(
-    override: str, words: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_settings_are_refused_before_data_are_read(
+    override: str, message: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megappo.preflight import inputs
     from megappo.runtime import device
@@ -153,7 +153,7 @@ def test_settings_are_refused_before_the_data_of_epochs_are_read(
     monkeypatch.setattr(inputs, "read_inputs", lambda *_, **__: pytest.fail("the data were read"))
     monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
     assert main(["train", str(BASE), model, "run.steps=null", "run.epochs=1", "rollout.engine=null", override]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.waits
@@ -170,30 +170,30 @@ def test_quiet_and_other_ranks(
     assert main(["train", str(BASE), model]) == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err, len(calls)) == ("", "", 2)
-    told = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
-    told_before_rank_0 = list[bool]()
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    early_errors = list[bool]()
 
     def wait(seconds: float) -> None:
-        told_before_rank_0.append(told.exists())
+        early_errors.append(error_file.exists())
         pause(seconds)
 
     monkeypatch.setattr("megappo.runtime.waiting.pause", wait)
     monkeypatch.setattr("megappo.cli.RANK_0_SPEAKS_WITHIN", 0.5)
     began = time.monotonic()
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
-    assert time.monotonic() - began > 0.5, "rank 0 ends all ranks by then, unless only this one found a mistake"
+    assert time.monotonic() - began > 0.5, "rank 0 has time to report the same mistake"
     sentence = "megappo: error on rank 1: run.steps is 0, must be above 0"
-    assert capsys.readouterr().err == "", "torchrun says it"
-    assert told_before_rank_0 == [False], "torchrun takes the first that told it something for the cause"
-    assert sentence in told.read_text()
+    assert capsys.readouterr().err == "", "torchrun prints the error"
+    assert early_errors == [False], "torchrun reports the first error file as the cause"
+    assert sentence in error_file.read_text()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
-    assert sentence in capsys.readouterr().err, "torchrun says it of the last end alone"
+    assert sentence in capsys.readouterr().err, "torchrun prints only the error of the last restart"
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error.json"))
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
-    assert sentence in capsys.readouterr().err, "torchrun cannot be told"
+    assert sentence in capsys.readouterr().err, "torchrun cannot read the error"
 
 
 def test_world_size_comes_from_the_environment(
@@ -211,7 +211,7 @@ def test_world_size_comes_from_the_environment(
     assert main(["train", str(BASE), model]) == 2
     assert "WORLD_SIZE is 'many'" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "")  # such a process does not wait for rank 0 to speak first
+    monkeypatch.setenv("RANK", "")  # such a process does not wait for rank 0
     assert main(["train", str(BASE), model, "run.steps=0"]) == 2
     assert capsys.readouterr().err.startswith("megappo: error: run.steps is 0, must be above 0; ")
     assert calls == []
@@ -221,9 +221,9 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
     assert main(["eval", str(BASE), model]) == 0
     assert main(["eval", str(BASE), model, "--weights", str(tmp_path), "model.tokenizer=t", "run.seed=9"]) == 0
     assert [call[0] for call in calls] == ["evaluate", "evaluate"]
-    said = capsys.readouterr().out
-    assert "rollout" in said
-    assert "stopping" not in said and "a step takes" not in said  # an evaluation has no steps
+    output = capsys.readouterr().out
+    assert "rollout" in output
+    assert "stopping" not in output and "a step takes" not in output  # an evaluation has no steps
     config = calls[1][1]
     assert (config.model.path, config.model.init) == (str(tmp_path), "pretrained")
     assert (config.model.tokenizer, config.run.seed) == ("t", 9)
@@ -232,7 +232,7 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "parts"),
     [
         ((), ["validation.jsonl: 1 answer to each prompt, greedy, of at most"]),
         (("evaluation={every_steps: 1, max_response_tokens: 7}",), ["prompt, greedy, of at most 7 tokens"]),
@@ -243,20 +243,25 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
         ),
     ],
 )
-def test_an_evaluation_says_what_it_computes(
+def test_evaluation_prints_sets_samples_and_temperature(
     calls: list[tuple[Any, ...]],
     model: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     settings: tuple[str, ...],
-    words: list[str],
+    parts: list[str],
 ) -> None:
-    """And nothing of the run that the same settings would make."""
+    """The output contains no sizes of training."""
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["eval", str(BASE), model, *settings]) == 0
-    said = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
-    assert all(word in said for word in words), said
-    assert "prompts x" not in said and "temperature 1" not in said and "optimizer" not in said and "updates" not in said
+    output = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    assert all(part in output for part in parts), output
+    assert (
+        "prompts x" not in output
+        and "temperature 1" not in output
+        and "optimizer" not in output
+        and "updates" not in output
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +273,7 @@ def test_an_evaluation_says_what_it_computes(
     ],
 )
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_one_process_is_told_how_many_there_should_be(
+def test_one_process_reports_the_required_number(
     calls: list[tuple[Any, ...]],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -276,28 +281,28 @@ def test_one_process_is_told_how_many_there_should_be(
     layouts: tuple[str, ...],
     fewest: int,
 ) -> None:
-    """But for an evaluation with an engine inside the process, which needs no layout."""
+    """An evaluation with an engine inside the process needs no layout."""
     monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
     servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
     assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
-    said = capsys.readouterr().err
-    assert f"this is 1 process, but the layouts need {fewest}; start {fewest} processes: torchrun " in said
-    assert f"--nproc-per-node {fewest} -m megappo {command}" in said and calls == []
+    output = capsys.readouterr().err
+    assert f"this is 1 process, but the layouts need {fewest}; start {fewest} processes: torchrun " in output
+    assert f"--nproc-per-node {fewest} -m megappo {command}" in output and calls == []
     assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
     if command == "eval":
         assert {role.layout for role in calls[0][1].trained.values()} == {LayoutSettings()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_missing_gpu_is_told_before_a_missing_engine(
+def test_missing_gpu_is_reported_before_missing_engine(
     calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is to install SGLang for a device that is not there."""
+    """SGLang should not be installed for a missing device."""
     monkeypatch.setattr("megappo.runtime.sglang_cpu.installed_version", lambda name: None)
-    words = ["train", str(BASE), model, "rollout.engine=sglang"]
-    assert main([*words, "runtime.device=cuda"]) == 2
+    arguments = ["train", str(BASE), model, "rollout.engine=sglang"]
+    assert main([*arguments, "runtime.device=cuda"]) == 2
     assert capsys.readouterr().err.startswith("megappo: error: runtime.device is cuda, but this machine shows no CUDA")
-    assert main([*words, "runtime.device=cpu"]) == 1
+    assert main([*arguments, "runtime.device=cpu"]) == 1
     assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
     assert calls == []
 
@@ -329,7 +334,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"megappo {__version__}\n"
 
 
-def test_a_disk_that_cannot_be_written_is_a_sentence(
+def test_disk_errors_are_one_sentence(
     calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = vars(sys.modules["megappo.ppo.run"])
@@ -348,7 +353,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(
         main(["train", str(BASE), model])
 
 
-def test_a_run_that_was_asked_to_stop_has_a_code_of_its_own(calls: list[tuple[Any, ...]], model: str) -> None:
+def test_stopped_runs_have_their_own_exit_code(calls: list[tuple[Any, ...]], model: str) -> None:
     trainer = vars(sys.modules["megappo.ppo.run"])
     for number, code in ((signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)):
         trainer["train"] = lambda run, number=number: (_ for _ in ()).throw(Interrupted(number))
@@ -361,7 +366,7 @@ def test_steps_to_trace_are_settings(calls: list[tuple[Any, ...]], model: str) -
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"),
+    ("steps", "message"),
     [
         ("0", "--profile is '0', must be a whole number from 1 to"),
         ("3-", "--profile is '', must be a whole number from 1 to"),
@@ -370,12 +375,14 @@ def test_steps_to_trace_are_settings(calls: list[tuple[Any, ...]], model: str) -
         ("1-1000000", "--profile 1-1000000 is no range of at most 100 steps; write a range such"),
     ],
 )
-def test_what_is_no_step_is_refused(steps: str, words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_trace_steps_are_refused(
+    steps: str, message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(BASE), model, "--profile", steps]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_replay_holds_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_accepts_no_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["a.yaml", "--replay", "x"], ["--replay", "x", "run.steps=1"]):
         assert main(["train", *arguments]) == 2
         assert "train needs CONFIG, or --replay FOLDER alone" in capsys.readouterr().err
@@ -384,7 +391,7 @@ def test_a_replay_holds_its_own_settings(capsys: pytest.CaptureFixture[str]) -> 
 def test_value_errors_while_training(
     calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ours become a line; a library's is a bug and keeps its traceback."""
+    """A ValueError of this project is printed as one line. A ValueError of a library keeps its traceback."""
     trainer = vars(sys.modules["megappo.ppo.run"])
     failing = "def train(run):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
     exec(failing, trainer)

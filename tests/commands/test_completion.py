@@ -1,4 +1,4 @@
-"""The completion script, asked by bash itself: commands, their options and choices, settings, and files."""
+"""The completion script, run by bash: commands, options, choices, settings, and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megappo.commands import COMMANDS
 from megappo.commands.completion import SHELLS, script
 
-ASK = """
+COMPLETE = """
 source "$1"
 shift
 for line in "$@"; do
@@ -28,7 +28,7 @@ complete -p megappo
 
 @pytest.fixture(scope="module", params=SHELLS)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script of a shell. bash runs that of zsh too, whose `bashcompinit` reads the same, but for its first line."""
+    """Write the script of a shell. bash can run the script of zsh without its first line."""
     path = tmp_path_factory.mktemp("completion") / request.param
     path.write_text(script(request.param))
     return path
@@ -46,17 +46,17 @@ def test_bash_completes(written: Path) -> None:
         "megappo train run.yaml actor.optimizer.lea": "actor.optimizer.learning_rate=",
         "megappo train run.yaml": "",  # files
         "megappo train run.yaml run.steps=": "",
-        "megappo report actor.lay": "",  # takes no overrides
+        "megappo report actor.lay": "",  # the command has no overrides
         "megappo settings rollout.temperature": "rollout.temperature ",
         "megappo xyzzy --": "",
     }
     lines = [line for line in written.read_text().splitlines() if not line.startswith("autoload")]
     written.write_text("\n".join(lines) + "\n")
     done = subprocess.run(
-        ["bash", "-uc", ASK, "bash", str(written), *cases], capture_output=True, text=True, check=True
+        ["bash", "-uc", COMPLETE, "bash", str(written), *cases], capture_output=True, text=True, check=True
     )
-    *found, registered = done.stdout.splitlines()
-    assert dict(zip(cases, found, strict=True)) == cases
+    *answers, registered = done.stdout.splitlines()
+    assert dict(zip(cases, answers, strict=True)) == cases
     assert "-F _megappo megappo" in registered and "-o default" in registered
 
 

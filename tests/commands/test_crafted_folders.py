@@ -1,4 +1,4 @@
-"""A run folder, a checkpoint and a model folder of somebody else run no code, whatever command reads them."""
+"""No command executes code of a run folder, a checkpoint or a model folder of another user."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crafted(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`model`, whose classes are its own; `run`, whose settings and checkpoint name it, allow its code, and name
-    functions of a module that can be imported. `trace` is there where any of it ran."""
+    """Return a folder with a `model` with its own classes, and a `run`. The settings and the checkpoint of the run name
+    the model, allow its code, and name functions of an importable module. The file `trace` exists if any of this code
+    was executed."""
     root = shutil.copytree(first, tmp_path / "crafted")
     model, code = root / "model", CODE.format(trace=str(root / "trace"))
     for file in TINY.glob("token*"):
@@ -97,7 +98,7 @@ def _change(path: Path, **changes: Any) -> None:
 
 
 def own_settings(crafted: Path, *more: str) -> list[str]:
-    """Of a user who names the other's model and allows nothing."""
+    """Return the settings of a user who names the model and allows no code."""
     model = crafted / "model"
     named = [f"model.path={model}", f"model.tokenizer={model}", "model.init=pretrained", "critic=null"]
     named += [f"data.{of}.source={crafted / 'data.jsonl'}" for of in ("train", "validation")]
@@ -123,27 +124,25 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "replay": (lambda root: ["train", "--replay", str(root / "run/checkpoints/step-000001")], 2),
     "eval": (lambda root: ["eval", *begun(root), "--weights", str(root / "model")], 0),
 }
-"""What is given to each command, and the code with which it ends."""
+"""The arguments and the exit code of each command."""
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_of_somebody_else_runs_no_code(
+def test_folder_of_another_user_executes_no_code(
     crafted: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, expected = COMMANDS[command]
+    arguments, expected = COMMANDS[command]
     monkeypatch.chdir(ROOT)
-    code = main(words(crafted))
-    said = capsys.readouterr()
-    assert not (crafted / "trace").exists(), said
+    code = main(arguments(crafted))
+    output = capsys.readouterr()
+    assert not (crafted / "trace").exists(), output
     assert MODULE not in sys.modules
-    assert code == expected and "Traceback" not in said.out + said.err, said
+    assert code == expected and "Traceback" not in output.out + output.err, output
 
 
 @pytest.mark.waits
-def test_a_server_of_somebody_elses_model_is_told_to_run_no_code(
-    crafted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_of_a_crafted_model_executes_no_code(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sglang")
     monkeypatch.setenv(KEY_VARIABLE, "a key")
     config = resolve_here(load_config(own_settings(crafted)[0], own_settings(crafted, "rollout.engine=sglang")[1:]))
@@ -153,19 +152,19 @@ def test_a_server_of_somebody_elses_model_is_told_to_run_no_code(
     assert not (crafted / "trace").exists() and MODULE not in sys.modules
 
 
-def test_an_export_runs_the_code_that_its_user_names(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And no other."""
-    words = ["export", str(crafted / "run"), str(crafted / "out")]
-    assert main(words) == 2
+def test_export_executes_only_the_named_code(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other code is not executed."""
+    arguments = ["export", str(crafted / "run"), str(crafted / "out")]
+    assert main(arguments) == 2
     assert f"set --family {MODULE}:FAMILY if you trust this code" in capsys.readouterr().err
-    assert main([*words, "--family", "elsewhere:FAMILY"]) == 2 and not (crafted / "trace").exists()
-    assert main([*words, "--family", f"{MODULE}:FAMILY"]) == 2 and (crafted / "trace").exists()
+    assert main([*arguments, "--family", "elsewhere:FAMILY"]) == 2 and not (crafted / "trace").exists()
+    assert main([*arguments, "--family", f"{MODULE}:FAMILY"]) == 2 and (crafted / "trace").exists()
     (crafted / "trace").unlink()
     folder = crafted / "run/checkpoints/step-000001"
     marker = read_marker(folder)
     marker.content["settings"]["model"]["family"] = None
     write_marker(folder, marker)
-    assert main(words) == 0, capsys.readouterr()
+    assert main(arguments) == 0, capsys.readouterr()
     assert not (crafted / "trace").exists() and (crafted / "out/model.safetensors").exists()
 
 
@@ -179,7 +178,7 @@ HOSTILE: list[Any] = [
 
 
 def _places(content: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every place of a marker's content at which something stands."""
+    """Yield every path in the content of a marker."""
     for name, value in content.items():
         yield (*at, name)
         if isinstance(value, dict):
@@ -192,20 +191,20 @@ def _endless(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
+def test_generated_folders_execute_no_code(
     crafted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A marker of which one to four values are others', and files that are devices, pipes, or cut: the commands that
-    read it end soon, with a sentence or as if nothing was."""
+    """One to four values of the marker are replaced. Some files are devices, pipes or truncated. Commands that read the
+    folder end soon, with one sentence or successfully."""
     monkeypatch.chdir(ROOT)
     draw, run = random.Random(7), crafted / "run"
     folder = run / "checkpoints/step-000001"
-    whole, kept = read_marker(folder), shutil.copytree(folder, tmp_path / "kept")
+    whole, backup = read_marker(folder), shutil.copytree(folder, tmp_path / "kept")
     for path in tmp_path.iterdir():
         assert path.name in ("crafted", "kept", "path")
     for number in range(FOLDERS):
         shutil.rmtree(folder)
-        shutil.copytree(kept, folder)
+        shutil.copytree(backup, folder)
         content = copy.deepcopy(whole.content)
         content["settings"]["model"] |= {"family": None, "trust_remote_code": draw.random() < 0.5}
         for place in draw.sample(sorted(_places(content)), draw.randint(1, 4)):
@@ -222,7 +221,7 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
             draw.choice(spoils)(victim)
         (run / "config.yaml").write_text(yaml.safe_dump(content["settings"]))
         (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": draw.choice(HOSTILE)}) + "\n")
-        for words in (
+        for arguments in (
             ["export", str(run), str(tmp_path / "out")],
             ["report", str(run)],
             ["report", str(run), "--html", str(crafted / "page.html")],
@@ -230,10 +229,10 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
             ["train", *begun(crafted, f"actor.start_from={run}"), "--dry-run"],
         )[: 5 if number % DEAREST_EVERY == 0 else 4]:
             start = time.monotonic()
-            code = main(words)
-            said = "".join(capsys.readouterr())
-            assert time.monotonic() - start < 30 and "Traceback" not in said, said
-            assert code in (0, 2) and (code == 0 or "megappo: error: " in said), said
+            code = main(arguments)
+            output = "".join(capsys.readouterr())
+            assert time.monotonic() - start < 30 and "Traceback" not in output, output
+            assert code in (0, 2) and (code == 0 or "megappo: error: " in output), output
             assert not (crafted / "trace").exists() and MODULE not in sys.modules
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         assert {path.name for path in tmp_path.iterdir()} == {"crafted", "kept", "path"}
@@ -241,15 +240,15 @@ def test_folders_that_a_program_makes_run_no_code_and_change_nothing(
 
 MODELS_OF_OTHERS = 50
 FEW = 20
-"""Those that every run of the tests tries."""
+"""The number of cases that every test run includes."""
 DEEP = '{"a":' * 50_000
 LARGE_BYTES = 2**40
 MEMORY_BYTES = 3 * 2**30
-"""More than any of these commands takes, above what the process has."""
+"""The commands need less memory in addition to the memory of the process."""
 
 
 def damages(crafted: Path, victim: Path) -> dict[str, Callable[[Path], None]]:
-    """What a program does to a file of a folder, by name."""
+    """Return functions that damage a file of a folder, by name."""
     touch = f"import pathlib; pathlib.Path({str(crafted / 'trace')!r}).touch()"
 
     def pickled(path: Path) -> None:
@@ -297,7 +296,8 @@ FILES = (
 
 
 def _nothing_runs() -> bool:
-    """Of what this process has started; reward workers of a run that could not begin end by themselves."""
+    """Return whether this process has no running child. Reward workers of a run that could not start end by
+    themselves."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
@@ -306,10 +306,12 @@ def _nothing_runs() -> bool:
 
 
 def _served(crafted: Path) -> int:
-    """What `megappo serve` makes of a model before it starts a server."""
+    """Return the exit code of `megappo serve` before a server is started."""
     try:
-        words = own_settings(crafted, "rollout.engine=sglang", f"run.directory={crafted / 'mine'}")
-        make_service(resolve_here(load_config(words[0], words[1:])), host=None, port=0, index=0, linger_seconds=0.0)
+        arguments = own_settings(crafted, "rollout.engine=sglang", f"run.directory={crafted / 'mine'}")
+        make_service(
+            resolve_here(load_config(arguments[0], arguments[1:])), host=None, port=0, index=0, linger_seconds=0.0
+        )
     except ValueError:
         return 2
     return 0
@@ -317,11 +319,12 @@ def _served(crafted: Path) -> int:
 
 @pytest.mark.waits
 @pytest.mark.parametrize("number", cases(range(MODELS_OF_OTHERS), exhaustive=range(FEW, MODELS_OF_OTHERS)))
-def test_any_command_ends_on_any_folder_that_a_program_makes(
+def test_commands_end_on_any_generated_folder(
     crafted: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Devices, pipes, links, pickles, texts without end and names of other places, in a model, a run and a data set:
-    no file elsewhere changes, nothing runs, waits or takes the memory, and no process is left."""
+    """The damage consists of devices, pipes, links, pickles, endless texts and paths of other folders, in a model, a
+    run and a data set. No other file changes, no code is executed, no command hangs or exhausts the memory, and no
+    process remains."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv(KEY_VARIABLE, "a key")
     draw, victim = random.Random(number), tmp_path / "victim"
@@ -331,31 +334,31 @@ def test_any_command_ends_on_any_folder_that_a_program_makes(
     shutil.copy(crafted / "data.jsonl", crafted / "set/test.jsonl")
     done = damages(crafted, victim)
     for file in draw.sample(FILES, draw.randint(1, 3)):
-        place, kept = crafted / file, None
+        place, previous = crafted / file, None
         if place.is_dir():
             shutil.rmtree(place)
         elif place.exists():
-            kept = place.read_bytes()
+            previous = place.read_bytes()
             place.unlink()
         place.parent.mkdir(parents=True, exist_ok=True)
         name = draw.choice(sorted(done))
-        if name == "values" and kept is not None:
-            place.write_bytes(kept)
+        if name == "values" and previous is not None:
+            place.write_bytes(previous)
         done[name](place)
-    everything = {name: words for name, (words, _) in COMMANDS.items()}
+    everything = {name: arguments for name, (arguments, _) in COMMANDS.items()}
     everything["data"] = lambda root: ["data", "prepare", "math", str(root / "out"), "--from", str(root / "set")]
     names = sorted(everything)
-    held = psutil.Process().memory_info().vms
+    used_bytes = psutil.Process().memory_info().vms
     _, hard = before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES, hard))
     try:
         for name in names:
             start = time.monotonic()
             code = main(everything[name](crafted))
-            said = "".join(capsys.readouterr())
-            assert time.monotonic() - start < 30 and "Traceback" not in said, (name, said)
-            told = "megappo: " in said or (name == "doctor" and "\nbroken " in said)
-            assert code in (0, 1, 2) and (code == 0 or told), (name, code, said)
+            output = "".join(capsys.readouterr())
+            assert time.monotonic() - start < 30 and "Traceback" not in output, (name, output)
+            has_message = "megappo: " in output or (name == "doctor" and "\nbroken " in output)
+            assert code in (0, 1, 2) and (code == 0 or has_message), (name, code, output)
         assert _served(crafted) in (0, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

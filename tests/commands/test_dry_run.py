@@ -20,8 +20,8 @@ def repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["train", "configs/quickstart.yaml", "--dry-run", *words]) == 0
+def dry_run(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    assert main(["train", "configs/quickstart.yaml", "--dry-run", *overrides]) == 0
     return " ".join(re.sub("[│┃]", " ", capsys.readouterr().out).split())
 
 
@@ -37,8 +37,8 @@ def test_updates_of_epochs_are_counted(capsys: pytest.CaptureFixture[str], epoch
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_missing_packages_of_loggers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["logging.wandb_project=sums", "logging.loggers={no_such_module:Logger: {}}"]
-    assert main(["train", "configs/quickstart.yaml", "--dry-run", *words]) == 2
+    overrides = ["logging.wandb_project=sums", "logging.loggers={no_such_module:Logger: {}}"]
+    assert main(["train", "configs/quickstart.yaml", "--dry-run", *overrides]) == 2
     errors = " ".join(capsys.readouterr().err.split())
     assert "logging.wandb_project is 'sums', but wandb is not installed; pip install '.[wandb]'" in errors
     assert "logging.loggers 'no_such_module:Logger'" in errors
@@ -56,7 +56,7 @@ def test_missing_packages_of_loggers_are_reported(capsys: pytest.CaptureFixture[
         (["--machine", "cpu", "--gpus", "16"], "--nproc-per-node 16 -m"),
     ],
 )
-def test_the_command_starts_one_process_per_device(
+def test_command_starts_one_process_per_device(
     capsys: pytest.CaptureFixture[str], options: list[str], launch: str
 ) -> None:
     output = dry_run(capsys, *options, "model.accelerations=torch")

@@ -39,13 +39,13 @@ def test_comments_in_code_are_no_headings(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["troubleshot"], "there is no guide 'troubleshot'; the nearest topic is troubleshoot"),
         (["xyzzy"], "there is no guide 'xyzzy'; the topics are"),
         (["ppo", "no such words"], "the guide ppo has no section 'no such words'; its sections are"),
     ],
 )
-def test_unknown_topics_and_sections(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["guide", *words]) == 2
+def test_unknown_topics_and_sections(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["guide", *arguments]) == 2
     assert message in capsys.readouterr().err

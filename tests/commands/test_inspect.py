@@ -1,4 +1,4 @@
-"""`megappo inspect`: samples of a step in a terminal, one of them token by token, and files that are none."""
+"""`megappo inspect`: lists of samples, single samples token by token, and invalid files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.saved import SPOKEN, rows, samples, save_step, two_episodes, 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Steps 3 and 10, the later one of two ranks."""
+    """Save steps 3 and 10. Step 10 has two ranks."""
     directory = tmp_path / "run"
     save_step(directory / "experience", 3, two_samples(0))
     save_step(directory / "experience", 10, two_samples(0), two_samples(2))
@@ -34,16 +34,16 @@ def run(tmp_path: Path) -> Path:
     return directory
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[str]:
-    """The lines that the command prints, or its error."""
-    assert main(["inspect", *map(str, words)]) == code
-    said = capsys.readouterr()
-    assert all(line.isprintable() for line in (said.out + said.err).splitlines())
-    return (said.err if code else said.out).splitlines()
+def inspect_lines(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[str]:
+    """Return the lines that the command prints, or its errors."""
+    assert main(["inspect", *map(str, arguments)]) == code
+    output = capsys.readouterr()
+    assert all(line.isprintable() for line in (output.out + output.err).splitlines())
+    return (output.err if code else output.out).splitlines()
 
 
-def test_a_sample_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, run, "--sample", 2)
+def test_sample_is_shown_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = inspect_lines(capsys, run, "--sample", 2)
     assert lines[0] == f"sample 2 of step 10 of {run}"
     assert lines[1].startswith("settings: estimator gae, gamma 1, lambda 0.5, ")
     assert lines[2:6] == [
@@ -71,8 +71,8 @@ def test_a_sample_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_a_cut_sample_shows_which_tokens_the_losses_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, run, "--step", 3, "--sample", 1)
+def test_truncated_sample_shows_the_loss_mask(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = inspect_lines(capsys, run, "--step", 3, "--sample", 1)
     assert lines[2:5] == [
         "prompt -1 (its episode failed): 1+4=",
         "response, 1 tokens, cut at the response limit: 9<eos>",
@@ -85,11 +85,11 @@ def test_a_cut_sample_shows_which_tokens_the_losses_count(run: Path, capsys: pyt
     assert lines[9] == "tokens: 1, the model's own 1, in the losses 0"
 
 
-def test_rewards_where_nothing_may_be_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = two_samples(0)
-    astray = replace(given.experience, rewards_BR=rows([0.25, 0.5, 0.25], [0.0]))
-    save_step(tmp_path / "experience", 1, replace(given, experience=astray))
-    lines = told(capsys, tmp_path, "--sample", 0)
+def test_rewards_of_other_tokens_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = two_samples(0)
+    astray = replace(saved.experience, rewards_BR=rows([0.25, 0.5, 0.25], [0.0]))
+    save_step(tmp_path / "experience", 1, replace(saved, experience=astray))
+    lines = inspect_lines(capsys, tmp_path, "--sample", 0)
     assert lines[1] == "settings: not known (no config.yaml beside it)"
     assert (
         "rewards: sum 0.5, on the last own token 25.0% of their size, on tokens that are not the model's 50.0%" in lines
@@ -98,13 +98,13 @@ def test_rewards_where_nothing_may_be_are_told(tmp_path: Path, capsys: pytest.Ca
 
 
 def listed(lines: list[str]) -> list[str]:
-    """Ids of the samples in a list."""
+    """Return the ids of the samples in a list."""
     start = next(i for i, line in enumerate(lines) if line.startswith("sample "))
     return [line.split()[0] for line in lines[start + 1 : lines.index("", start)]]
 
 
-def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, run)
+def test_samples_are_listed_and_filtered(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = inspect_lines(capsys, run)
     assert lines[0] == f"step 10 of {run}: 4 of its 16 samples are saved"
     assert lines[3:6] == [
         "sample  reward  tokens  end             prompt  response        right answer",
@@ -115,18 +115,18 @@ def test_samples_are_listed_and_found(run: Path, capsys: pytest.CaptureFixture[s
     assert (
         "values: mean 0.5, standard deviation 0; explained variance 0.000, correlation with returns 0.000" in lines[11:]
     )
-    assert listed(told(capsys, run, "--step", 3)) == ["0", "1"]
-    assert listed(told(capsys, run, "--text", "!<eos>")) == ["0", "2"]
-    assert listed(told(capsys, run, "--text", "1+4")) == ["1", "3"]
-    assert listed(told(capsys, run, "--reward", "0.5:")) == ["0", "2"]
-    assert listed(told(capsys, run, "--reward=-0.5:0", "--length", ":1")) == ["1", "3"]
-    assert listed(told(capsys, run, "--length", "2:3", "--sort", "reward")) == ["0", "2"]
-    assert listed(told(capsys, run, "--sort", "reward")) == ["0", "2", "1", "3"]
-    assert listed(told(capsys, run, "--sort", "length")) == ["0", "2", "1", "3"]
-    some = told(capsys, run, "--rows", 1, "--reward=:0")
+    assert listed(inspect_lines(capsys, run, "--step", 3)) == ["0", "1"]
+    assert listed(inspect_lines(capsys, run, "--text", "!<eos>")) == ["0", "2"]
+    assert listed(inspect_lines(capsys, run, "--text", "1+4")) == ["1", "3"]
+    assert listed(inspect_lines(capsys, run, "--reward", "0.5:")) == ["0", "2"]
+    assert listed(inspect_lines(capsys, run, "--reward=-0.5:0", "--length", ":1")) == ["1", "3"]
+    assert listed(inspect_lines(capsys, run, "--length", "2:3", "--sort", "reward")) == ["0", "2"]
+    assert listed(inspect_lines(capsys, run, "--sort", "reward")) == ["0", "2", "1", "3"]
+    assert listed(inspect_lines(capsys, run, "--sort", "length")) == ["0", "2", "1", "3"]
+    some = inspect_lines(capsys, run, "--rows", 1, "--reward=:0")
     assert "2 match the criteria" in some and "and 1 more; --rows 2 shows all" in some
-    assert told(capsys, run / "experience")[1:] == lines[1:]
-    assert "0 match the criteria" in told(capsys, run, "--text", "nowhere")
+    assert inspect_lines(capsys, run / "experience")[1:] == lines[1:]
+    assert "0 match the criteria" in inspect_lines(capsys, run, "--text", "nowhere")
 
 
 @pytest.mark.parametrize("is_older", [False, True])
@@ -142,50 +142,51 @@ def test_rewards_of_turns_count(tmp_path: Path, is_older: bool, capsys: pytest.C
         parquet.write_table(table.drop_columns([*ALONE.values()]), path)
     read = read_samples(path)
     assert read.given_B.tolist() == [0.125, -0.5] and read.experience.scored.scores_B.tolist() == [0.25, -0.5]
-    assert [line.split()[1] for line in told(capsys, tmp_path)[4:6]] == ["1", "-0.5"]
-    assert listed(told(capsys, tmp_path, "--reward", "0.9:1")) == ["0"]
-    assert listed(told(capsys, tmp_path, "--reward", "0.2:0.3")) == []
-    assert "reward: 1, which the reward gave as 0.875" in told(capsys, tmp_path, "--sample", 0)
-    assert r"the episode failed: raised: no \x1b[2J" in told(capsys, tmp_path, "--sample", 1)
+    assert [line.split()[1] for line in inspect_lines(capsys, tmp_path)[4:6]] == ["1", "-0.5"]
+    assert listed(inspect_lines(capsys, tmp_path, "--reward", "0.9:1")) == ["0"]
+    assert listed(inspect_lines(capsys, tmp_path, "--reward", "0.2:0.3")) == []
+    assert "reward: 1, which the reward gave as 0.875" in inspect_lines(capsys, tmp_path, "--sample", 0)
+    assert r"the episode failed: raised: no \x1b[2J" in inspect_lines(capsys, tmp_path, "--sample", 1)
     assert read_numbers([path]).rewards_B.tolist() == [1.0, -0.5]
     shown = saved_samples({1: [path]}, 1.0)
     assert [sample["reward"] for sample in shown] == [1, -0.5]
     assert [sample["failure"] for sample in shown] == [None, f"raised: no {SPOKEN}"]
 
 
-def test_a_run_of_everything_and_of_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Columns are those that there are; KL and versions of tokens among them."""
+def test_columns_follow_the_saved_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """KL and versions of tokens are optional columns."""
     for whole in (True, False):
         save_step(tmp_path / f"{whole}" / "experience", 1, samples((4, 2), whole=whole))
-        names = told(capsys, tmp_path / f"{whole}", "--sample", 0)
+        names = inspect_lines(capsys, tmp_path / f"{whole}", "--sample", 0)
         header = next(line for line in names if line.startswith("position")).split()
         assert ("kl" in header, "value" in header) == (whole, whole) and header[-1] == "version"
         assert any(line.startswith("values: ") for line in names) == whole
-        assert told(capsys, tmp_path / f"{whole}")
+        assert inspect_lines(capsys, tmp_path / f"{whole}")
 
 
-def test_a_run_that_was_moved_is_read_where_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_moved_run_is_read_at_its_new_path(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = run.rename(run.with_name("moved"))
-    assert listed(told(capsys, moved)) == ["0", "1", "2", "3"]
+    assert listed(inspect_lines(capsys, moved)) == ["0", "1", "2", "3"]
 
 
-def test_the_folder_that_a_run_names_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configured_folder_of_samples_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
     save_config(load_config(BASE, [f"rollout.save_to={tmp_path / 'elsewhere'}"]), run / "config.yaml")
-    said = told(capsys, run, code=2)
+    errors = inspect_lines(capsys, run, code=2)
     assert (
-        f"has no saved experience (in {tmp_path / 'elsewhere'}); run it with 'logging.save_experience={{}}'" in said[0]
+        f"has no saved experience (in {tmp_path / 'elsewhere'}); run it with 'logging.save_experience={{}}'"
+        in errors[0]
     )
     save_step(tmp_path / "elsewhere", 1, two_samples(0))
-    assert listed(told(capsys, run)) == ["0", "1"]
+    assert listed(inspect_lines(capsys, run)) == ["0", "1"]
     (run / "config.yaml").write_text("run: [\x1b[2J]\n")
     save_step(run / "experience", 2, two_samples(0))
-    assert told(capsys, run)[1].startswith("settings: not known (")
+    assert inspect_lines(capsys, run)[1].startswith("settings: not known (")
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (("--step", "4"), "step 4 is not saved; saved are 3, 10; take 3 or 10"),
         (("--step", "-4"), "--step is '-4', must be a whole number from 0"),
@@ -197,15 +198,15 @@ def test_the_folder_that_a_run_names_is_read(tmp_path: Path, capsys: pytest.Capt
         (("--rows", "0"), "--rows is '0', must be a whole number from 1"),
     ],
 )
-def test_what_is_not_there_is_a_sentence(
-    run: Path, words: tuple[str, str], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_missing_steps_and_samples_are_reported(
+    run: Path, arguments: tuple[str, str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sentence in told(capsys, run, f"{words[0]}={words[1]}", code=2)[0]
+    assert sentence in inspect_lines(capsys, run, f"{arguments[0]}={arguments[1]}", code=2)[0]
 
 
-def test_a_folder_of_no_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no directory; name the directory of a run" in told(capsys, tmp_path / "none", code=2)[0]
-    assert "has no saved experience" in told(capsys, tmp_path, code=2)[0]
+def test_folder_without_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no directory; name the directory of a run" in inspect_lines(capsys, tmp_path / "none", code=2)[0]
+    assert "has no saved experience" in inspect_lines(capsys, tmp_path, code=2)[0]
 
 
 TWO = {"sample_id": [0, 1]}
@@ -225,17 +226,15 @@ CRAFTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("problem", CRAFTED)
-def test_files_that_somebody_wrote_are_read_with_care(
-    run: Path, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_crafted_files_are_refused(run: Path, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "experience" / "step-000003" / "rank-00000.parquet"
     table = parquet.read_table(path)
     for name, values in CRAFTED[problem].items():
         column = pyarrow.array(values)
         table = table.set_column(table.column_names.index(name), name, column)
     parquet.write_table(table, path)
-    said = told(capsys, run, "--step", 3, "--sample", 0, code=2)
-    assert f"{path} contains no saved samples ({problem}); name the saved experience of a run" in said[0]
+    errors = inspect_lines(capsys, run, "--step", 3, "--sample", 0, code=2)
+    assert f"{path} contains no saved samples ({problem}); name the saved experience of a run" in errors[0]
 
 
 def test_turn_rewards_with_a_wrong_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,26 +243,26 @@ def test_turn_rewards_with_a_wrong_length_are_refused(tmp_path: Path, capsys: py
     table = parquet.read_table(path).drop_columns([*ALONE.values()])
     place = table.column_names.index("turn_rewards")
     parquet.write_table(table.set_column(place, "turn_rewards", pyarrow.array([[0.5], [0.5]])), path)
-    assert "columns turn_rewards and response_mask differ in length" in told(capsys, tmp_path, code=2)[0]
+    assert "columns turn_rewards and response_mask differ in length" in inspect_lines(capsys, tmp_path, code=2)[0]
 
 
-def test_files_that_lack_something(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A column; the file of a rank; and what the marker of somebody else says of ranks costs nothing."""
+def test_incomplete_steps_are_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check missing columns, a missing file of a rank, and a marker with a very large number of ranks."""
     folder = run / "experience" / "step-000003"
     table = parquet.read_table(folder / "rank-00000.parquet")
     parquet.write_table(table.drop_columns(["response_token_texts"]), folder / "rank-00000.parquet")
-    assert " token " not in " ".join(told(capsys, run, "--step", 3, "--sample", 0)[7:8])
+    assert " token " not in " ".join(inspect_lines(capsys, run, "--step", 3, "--sample", 0)[7:8])
     parquet.write_table(table.drop_columns(["returns"]), folder / "rank-00000.parquet")
-    assert "there is no column returns" in told(capsys, run, "--step", 3, code=2)[0]
+    assert "there is no column returns" in inspect_lines(capsys, run, "--step", 3, code=2)[0]
     marker = json.loads((folder / MARKER).read_text())
     (folder / MARKER).write_text(json.dumps(marker | {"ranks": 10**15}))
-    assert "step.json cannot be read (ranks: " in told(capsys, run, "--step", 3, code=2)[0]
+    assert "step.json cannot be read (ranks: " in inspect_lines(capsys, run, "--step", 3, code=2)[0]
     (folder / MARKER).write_text(json.dumps(marker | {"ranks": 2}))
-    assert "rank-00001.parquet is not a readable parquet file" in told(capsys, run, "--step", 3, code=2)[0]
+    assert "rank-00001.parquet is not a readable parquet file" in inspect_lines(capsys, run, "--step", 3, code=2)[0]
 
 
 @pytest.mark.waits
-def test_it_does_not_wait_for_torch(run: Path) -> None:
+def test_inspect_does_not_import_torch(run: Path) -> None:
     code = (
         "import sys; from megappo.cli import main; "
         f"assert main(['inspect', {str(run)!r}]) == main(['inspect', {str(run)!r}, '--sample', '0']) == 0; "

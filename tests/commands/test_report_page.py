@@ -1,4 +1,5 @@
-"""`megappo report RUN --html FILE`: one file with all that runs hold, which a browser shows without asking anybody."""
+"""`megappo report RUN --html FILE`: one file with all data of the runs, which a browser shows without network
+access."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def write_lines(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def make_run(directory: Path, *overrides: str, steps: int = 12, metrics: int = 0) -> Path:
-    """A run of which half of the answers are cut, whose updates stand out in step 5, and which traced step 3."""
+    """Write a run in which half of the responses are truncated, step 5 has unusual updates, and step 3 is traced."""
     directory.mkdir()
     save_config(load_config(BASE, [f"run.directory={directory}", *overrides]), directory / "config.yaml")
     others = {f"source/{number}/reward_mean": number / 7 for number in range(metrics)}
@@ -50,13 +51,13 @@ def make_run(directory: Path, *overrides: str, steps: int = 12, metrics: int = 0
 
 
 def page_of(capsys: pytest.CaptureFixture[str], file: Path, *directories: Path) -> Any:
-    """The data of the page that the command writes."""
+    """Run the command. Return the data of the written page."""
     assert main(["report", *map(str, directories), "--html", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}: {file.stat().st_size / 1e3:,.0f} kB\n"
     return embedded(file.read_bytes())
 
 
-def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = make_run(tmp_path / "one", "run.seed=4")
     two = make_run(tmp_path / "two", "run.steps=12", steps=4)
     (two / "final").mkdir()
@@ -79,7 +80,7 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert first["profile"][0].startswith("# Step 3, traced") and first["samples"][0]["prompt"] == HOSTILE
 
 
-def test_a_thousand_steps_of_a_hundred_metrics_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_run_has_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=1000, metrics=94)
     for step in range(1, 1001, 100):
         save_step(run / "experience", step, two_samples(0))
@@ -90,19 +91,19 @@ def test_a_thousand_steps_of_a_hundred_metrics_fit(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.waits
-def test_a_page_imports_nothing_that_takes_long(tmp_path: Path) -> None:
+def test_page_imports_no_large_modules(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     code = (
         "import sys; from megappo.cli import main; main(sys.argv[1:]); "
         "print(sys.modules.keys() & {'torch', 'numpy', 'pyarrow', 'transformers', 'matplotlib'})"
     )
-    words = [sys.executable, "-c", code, "report", str(run), "--html", str(tmp_path / "page.html")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, "report", str(run), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_damaged_files_cost_their_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And pipes and devices, at which a reader would wait."""
+def test_damaged_files_remove_only_their_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pipes and devices would block a reader, and are skipped too."""
     run = make_run(tmp_path / "run")
     save_step(run / "experience", 1, two_samples(0))
     (run / "experience" / "step-000001" / "rank-00000.parquet").write_text("no")
@@ -112,16 +113,16 @@ def test_damaged_files_cost_their_parts(tmp_path: Path, capsys: pytest.CaptureFi
     os.mkfifo(run / "config.yaml")
     (run / "jumps.jsonl").symlink_to("/dev/zero")
     (run / "profile" / "step-000003.md").write_bytes(b"\xff")
-    found = page_of(capsys, tmp_path / "page.html", run)["runs"][0]
-    assert [note.split(" cannot ")[0] for note in found["notes"]] == [
+    run_data = page_of(capsys, tmp_path / "page.html", run)["runs"][0]
+    assert [note.split(" cannot ")[0] for note in run_data["notes"]] == [
         "The settings", "The updates that stood out", "The profile", "The distributions", "The saved samples",
         "The samples",
     ]  # fmt: skip
-    assert found["samples"] == found["jumps"] == found["advice"] == [] and found["histograms"] is None
-    assert dict(found["metrics"])["reward/mean"][1] == 1
+    assert run_data["samples"] == run_data["jumps"] == run_data["advice"] == [] and run_data["histograms"] is None
+    assert dict(run_data["metrics"])["reward/mean"][1] == 1
 
 
-def test_a_page_without_a_run_or_a_place_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_run_or_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 2
     assert "holds no metrics.jsonl; name the directory of a run" in capsys.readouterr().err
     run = make_run(tmp_path / "run")
@@ -152,10 +153,11 @@ def test_evaluations_are_first(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_a_picture_has_the_curves(
+def test_picture_has_the_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first metrics of a page, or of one; names are no formulas, whatever signs are in them."""
+    """The picture has the first metrics of a page, or one metric. Special characters in names are not read as
+    formulas."""
     pytest.importorskip("matplotlib")
     one = make_run(tmp_path / "one").rename(tmp_path / "_one $x")
     runs = [str(one), str(make_run(tmp_path / "two"))]
@@ -176,14 +178,14 @@ def test_a_picture_has_the_curves(
 
 @needs_browser
 @pytest.mark.waits
-def test_what_a_model_wrote_stays_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In every part of the page: as a metric's name, a run's name, a token, a prompt, an answer, a reason."""
+def test_text_of_a_model_is_not_interpreted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check every part of the page: names of metrics and runs, tokens, prompts, answers and reasons."""
     run = make_run(tmp_path / "a<b>run")
     write_lines(run / "metrics.jsonl", *({"step": step, HOSTILE: 1.0, "__proto__": 2.0} for step in range(4)))
-    given = two_samples(0)
-    rollouts = replace(given.experience.scored.rollouts, raw_responses=(HOSTILE, "9<eos>"))
-    experience = replace(given.experience, scored=replace(given.experience.scored, rollouts=rollouts))
-    save_step(run / "experience", 2, replace(given, experience=experience), text_of=lambda token: HOSTILE)
+    saved = two_samples(0)
+    rollouts = replace(saved.experience.scored.rollouts, raw_responses=(HOSTILE, "9<eos>"))
+    experience = replace(saved.experience, scored=replace(saved.experience.scored, rollouts=rollouts))
+    save_step(run / "experience", 2, replace(saved, experience=experience), text_of=lambda token: HOSTILE)
     page_of(capsys, tmp_path / "page.html", run)
     with browser(tmp_path / "profile-of-chromium") as page:
         page.open(tmp_path / "page.html")
@@ -203,8 +205,8 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path, capsys: pytest.CaptureFix
 
 @needs_browser
 @pytest.mark.waits
-def test_a_chart_may_be_hidden_while_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """plotly reads its layout once more when it has drawn."""
+def test_chart_can_be_hidden_while_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """plotly reads its layout again after drawing."""
     run = make_run(tmp_path / "run")
     write_lines(run / "metrics.jsonl", *({"step": step, "reward/mean": step / 9} for step in range(40)))
     page_of(capsys, tmp_path / "page.html", run)

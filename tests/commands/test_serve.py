@@ -1,4 +1,4 @@
-"""`megappo serve` with a stand-in for SGLang: supervision, signals, what is refused."""
+"""`megappo serve` with a replacement for SGLang: supervision, signals, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ http.server.ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler)
 
 
 class Site:
-    """Where the stand-in is found, and what it was started with."""
+    """The folders of the replacement for SGLang and of its recorded arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, worlds.closed_port()
@@ -61,41 +61,44 @@ class Site:
         (folder / "starts").mkdir()
         (folder / "tmp").mkdir()
 
-    def serve(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+    def serve(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         environment = worlds.environment(PYTHONPATH=self.path, FAKE=str(self.folder / "starts")) | variables
-        command = [sys.executable, "-m", "megappo", "serve", CONFIG, "--port", str(self.port), *words]
+        command = [sys.executable, "-m", "megappo", "serve", CONFIG, "--port", str(self.port), *arguments]
         command += [f"run.directory={self.folder / 'run'}"]
         return subprocess.Popen(command, cwd=worlds.ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
     def serve_parts(self) -> list[subprocess.Popen[str]]:
-        """A server on two machines, which here are one; part 1 is there first, and waits."""
+        """Start a server on two machines, which are the same machine in the test. Part 1 is started first and waits."""
         meeting = worlds.closed_port()
-        words = (
+        arguments = (
             "--meet",
             f"127.0.0.1:{meeting}",
             "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}",
         )
         key = {KEY_VARIABLE: "secret"}
-        parts = [self.serve("--part", "1", "--port", "0", *words, **key), self.serve("--part", "0", *words, **key)]
+        parts = [
+            self.serve("--part", "1", "--port", "0", *arguments, **key),
+            self.serve("--part", "0", *arguments, **key),
+        ]
         return parts[::-1]
 
-    def given(self, pid: int) -> dict[str, Any]:
-        """Arguments that a server was started with."""
-        found: dict[str, Any] = json.loads((self.folder / "starts" / f"{pid}.json").read_text())
-        return found
+    def arguments_of(self, pid: int) -> dict[str, Any]:
+        """Return the arguments of a started server."""
+        arguments: dict[str, Any] = json.loads((self.folder / "starts" / f"{pid}.json").read_text())
+        return arguments
 
     def started(self) -> list[int]:
-        """Process ids of the servers, the oldest first."""
-        found = sorted((self.folder / "starts").glob("*.json"), key=lambda p: p.stat().st_mtime)
-        return [int(path.stem) for path in found]
+        """Return the process ids of the servers, the oldest first."""
+        files = sorted((self.folder / "starts").glob("*.json"), key=lambda p: p.stat().st_mtime)
+        return [int(path.stem) for path in files]
 
     def await_servers(self, count: int, answers: Callable[[], bool] | None = None) -> list[int]:
-        """Wait until so many were started and the last one answers."""
+        """Wait until this number of servers has been started and the last one answers."""
         deadline = time.monotonic() + 60
-        while len(found := self.started()) < count or not (answers or self.answers)():
-            assert time.monotonic() < deadline, found
+        while len(servers := self.started()) < count or not (answers or self.answers)():
+            assert time.monotonic() < deadline, servers
             time.sleep(0.1)
-        return found
+        return servers
 
     def answers(self, key: str = "secret") -> bool:
         question = urllib.request.Request(f"http://127.0.0.1:{self.port}/", headers={"Authorization": f"Bearer {key}"})
@@ -107,13 +110,13 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    found = Site(tmp_path)
-    yield found
-    assert not any(session_pids(pid) for pid in found.started())
+    created = Site(tmp_path)
+    yield created
+    assert not any(session_pids(pid) for pid in created.started())
 
 
-def test_a_server_that_dies_is_started_again(site: Site) -> None:
-    """With the arguments of the trainers' own servers, and a key that stands nowhere to be read."""
+def test_dead_server_is_restarted(site: Site) -> None:
+    """The server has the arguments of the servers of trainers. Its key is in no readable file."""
     serving = site.serve("rollout.sglang.arguments={chunked-prefill-size: 64}", **{KEY_VARIABLE: "secret"})
     (first,) = site.await_servers(1)
     assert not site.answers("wrong")
@@ -124,40 +127,41 @@ def test_a_server_that_dies_is_started_again(site: Site) -> None:
     assert (arguments["host"], arguments["port"], arguments["api-key"]) == ("127.0.0.1", site.port, "secret")
     os.kill(first, signal.SIGKILL)
     _, second = site.await_servers(2)
-    serving.send_signal(signal.SIGUSR1)  # for the trainers of the job
+    serving.send_signal(signal.SIGUSR1)  # the signal is for the trainers of the job
     time.sleep(0.5)
     assert serving.poll() is None and session_pids(second)
     deadline = time.monotonic() + 30
-    asked = site.folder / "starts" / "asked"
-    while not (asked.exists() and asked.read_text().endswith("/freeze_gc")):  # before it is used
+    request_log = site.folder / "starts" / "asked"
+    while not (request_log.exists() and request_log.read_text().endswith("/freeze_gc")):  # before the first use
         assert time.monotonic() < deadline
         time.sleep(0.1)
     serving.send_signal(signal.SIGTERM)
-    _, said = serving.communicate(timeout=30)
+    _, output = serving.communicate(timeout=30)
     assert serving.returncode == 0
-    assert "it is started again" in said and "secret" not in said
+    assert "it is started again" in output and "secret" not in output
     assert not session_pids(second)
     assert (site.folder / "run" / "engines" / "engine-0.log").exists()
 
 
 def test_parts_of_a_server_start_and_end_together(site: Site) -> None:
-    """On two machines: whichever part dies, both are started again, once; a part whose first one is given up ends."""
+    """The server is on two machines. If one part ends, both are restarted once. If the first part is given up, the
+    other part ends."""
     parts = site.serve_parts()
     for victim in (1, 0):
         started = site.await_servers(4 if victim == 0 else 2)[-2:]
-        nodes = {site.given(pid)["node-rank"]: pid for pid in started}
-        assert sorted(nodes) == [0, 1] and {site.given(pid)["nnodes"] for pid in started} == {2}
+        nodes = {site.arguments_of(pid)["node-rank"]: pid for pid in started}
+        assert sorted(nodes) == [0, 1] and {site.arguments_of(pid)["nnodes"] for pid in started} == {2}
         os.kill(nodes[victim], signal.SIGKILL)
     started = site.await_servers(6)[-2:]
     environments = [psutil.Process(pid).environ() for pid in started]
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         assert len({environment[name] for environment in environments}) == 1
-    parts[0].kill()  # with its machine, say
-    _, said = parts[1].communicate(timeout=30)
+    parts[0].kill()  # for example with its machine
+    _, output = parts[1].communicate(timeout=30)
     assert parts[1].returncode == 1
-    words = said.replace("\n", " ")
-    assert words.count("it is started again") == 3 and "part 0 of server 0, on" in words
-    assert "the process that started the first part of the server has ended" in words
+    text = output.replace("\n", " ")
+    assert text.count("it is started again") == 3 and "part 0 of server 0, on" in text
+    assert "the process that started the first part of the server has ended" in text
     parts[0].communicate(timeout=30)
     deadline = time.monotonic() + 30
     while any(session_pids(pid) for pid in started):
@@ -165,12 +169,12 @@ def test_parts_of_a_server_start_and_end_together(site: Site) -> None:
         time.sleep(0.1)
 
 
-def test_a_server_ends_with_a_killed_supervisor(site: Site) -> None:
+def test_server_ends_with_a_killed_supervisor(site: Site) -> None:
     serving = site.serve("--linger", "30", **{KEY_VARIABLE: "secret"})
     (server,) = site.await_servers(1)
     serving.send_signal(signal.SIGTERM)
     time.sleep(1)
-    assert site.answers()  # the trainers may need it
+    assert site.answers()  # the trainers may need the server
     serving.kill()
     serving.communicate(timeout=30)
     deadline = time.monotonic() + 30
@@ -179,16 +183,16 @@ def test_a_server_ends_with_a_killed_supervisor(site: Site) -> None:
         time.sleep(0.1)
 
 
-def test_a_server_that_never_gets_ready_is_given_up(site: Site) -> None:
+def test_server_without_readiness_is_given_up(site: Site) -> None:
     serving = site.serve(FAKE_FAILS="yes")
-    _, said = serving.communicate(timeout=60)
+    _, output = serving.communicate(timeout=60)
     assert serving.returncode == 1
-    assert "out of memory; the server was started 2 times" in said.replace("\n", " ")
+    assert "out of memory; the server was started 2 times" in output.replace("\n", " ")
     assert len(site.started()) == 2
 
 
-def test_servers_without_a_key_share_one_that_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Several may start at the same moment; nobody else may read it."""
+def test_servers_without_a_key_share_a_new_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several servers may start at the same time. No other user can read the key."""
     folder = tmp_path / "run" / "engines"
     with ThreadPoolExecutor(8) as pool:
         keys = set(pool.map(kept_key, [folder] * 8))
@@ -196,24 +200,24 @@ def test_servers_without_a_key_share_one_that_is_made(tmp_path: Path, capsys: py
     assert len(key) == 32 and key == kept_key(folder) != kept_key(tmp_path / "other")
     assert [path.name for path in folder.iterdir()] == ["key"]
     assert (folder / "key").stat().st_mode & 0o777 == 0o600
-    said = capsys.readouterr().err
-    assert f"the key is the one in {folder / 'key'}; export {KEY_VARIABLE}=$(cat {folder / 'key'})" in said
-    assert key not in said
+    output = capsys.readouterr().err
+    assert f"the key is the one in {folder / 'key'}; export {KEY_VARIABLE}=$(cat {folder / 'key'})" in output
+    assert key not in output
     (folder / "key").chmod(0o640)
     with pytest.raises(ConfigError, match="others can read .*, which holds the servers' key; remove it"):
         kept_key(folder)
 
 
-def test_a_server_without_a_key_makes_one(site: Site) -> None:
+def test_server_without_a_key_creates_a_key(site: Site) -> None:
     serving = site.serve(**{KEY_VARIABLE: ""})
     site.await_servers(1, lambda: site.answers((site.folder / "run" / "engines" / "key").read_text()))
     assert not site.answers("")
     serving.send_signal(signal.SIGINT)
-    _, said = serving.communicate(timeout=30)
-    assert serving.returncode == 0 and f"{KEY_VARIABLE} is empty" in said
+    _, output = serving.communicate(timeout=30)
+    assert serving.returncode == 0 and f"{KEY_VARIABLE} is empty" in output
 
 
-def test_stopping() -> None:
+def test_stop_request() -> None:
     stop = StopRequest(30)
     assert not stop.due
     stop.receive(signal.SIGTERM)
@@ -227,12 +231,14 @@ def test_stopping() -> None:
     assert time.monotonic() - start < 5
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["serve", *words]) == 2
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["serve", *arguments]) == 2
     return capsys.readouterr().err
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     worlds.fake_package(tmp_path, "sglang", "0.5.23")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(worlds.ROOT)
@@ -259,23 +265,27 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in refused(capsys, CONFIG, two)
     assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
     monkeypatch.setattr("megappo.commands.serve.runs_on_cuda", lambda settings: True)
-    said = refused(capsys, CONFIG, "model.dtype=float32")
-    assert "model.dtype is float32, which its GPU kernels do not support; set model.dtype to bfloat16, or name" in said
+    output = refused(capsys, CONFIG, "model.dtype=float32")
+    assert (
+        "model.dtype is float32, which its GPU kernels do not support; set model.dtype to bfloat16, or name" in output
+    )
 
 
-def test_a_model_that_needs_a_gpu_is_refused_on_a_cpu(
+def test_gpu_model_is_refused_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worlds.fake_package(tmp_path, "sglang", "0.5.23")
     monkeypatch.syspath_prepend(tmp_path)
     folder = write_model(tmp_path / "m", "gemma2", 1)
-    said = refused(capsys, str(worlds.ROOT / CONFIG), f"model.path={folder}", "runtime.device=cpu")
-    assert "SGLang cannot serve this model: SGLang's gemma2 needs a GPU, and the run is on a CPU; name another" in said
+    output = refused(capsys, str(worlds.ROOT / CONFIG), f"model.path={folder}", "runtime.device=cpu")
+    assert (
+        "SGLang cannot serve this model: SGLang's gemma2 needs a GPU, and the run is on a CPU; name another" in output
+    )
 
 
-def test_how_wide_a_server_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Machines, and devices on each."""
+def test_number_of_ranks_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the number of machines, and of devices per machine."""
     for nodes in (1, 2):
-        words = ["rollout.sglang.tensor_parallel=4", f"rollout.sglang.nodes={nodes}"]
-        assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", *words]) == 0
+        arguments = ["rollout.sglang.tensor_parallel=4", f"rollout.sglang.nodes={nodes}"]
+        assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", *arguments]) == 0
         assert capsys.readouterr().out == f"{nodes} {4 // nodes}\n"

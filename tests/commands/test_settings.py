@@ -1,4 +1,4 @@
-"""What can be set, as the command line tells it."""
+"""`megappo settings` describes settings and metrics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megappo.observe.metric_docs import METRICS
 from tests.support.places import ROOT
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["settings", *words]) == 0
+def settings_output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["settings", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_described_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     for key in all_keys():
         field = find_field(key)
         assert field is not None and field.description is not None
         if section_of(field) is None:
-            said = told(capsys, dotted(key))
-            assert said.startswith(f"{dotted(key)} ("), key
-            assert " ".join(field.description.split())[:60] in " ".join(said.split()), key
+            output = settings_output(capsys, dotted(key))
+            assert output.startswith(f"{dotted(key)} ("), key
+            assert " ".join(field.description.split())[:60] in " ".join(output.split()), key
 
 
 @pytest.mark.parametrize(
@@ -66,24 +66,25 @@ def test_every_setting_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) 
         ("", ["\nactor.optimizer\n", "\ncritic.optimizer\n", "run: Name, length, seed."]),
     ],
 )
-def test_a_name_leads_to_what_it_means(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    said = told(capsys, *filter(None, [name]))
-    assert all(line in said for line in lines), said
+def test_names_are_explained(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    output = settings_output(capsys, *filter(None, [name]))
+    assert all(line in output for line in lines), output
 
 
-def test_a_name_of_nothing_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings", "temperatur_"]) == 2
     assert "no setting has 'temperatur_' in its name; the nearest is 'temperature'" in capsys.readouterr().err
     assert main(["settings", "actor.xyzzy"]) == 2
-    said = "no setting has 'actor.xyzzy' in its name; `megappo settings` lists all sections"
-    assert said in capsys.readouterr().err
+    message = "no setting has 'actor.xyzzy' in its name; `megappo settings` lists all sections"
+    assert message in capsys.readouterr().err
     assert main(["settings", "actor/clip_frac"]) == 2
     assert "there is no metric 'actor/clip_frac'; there are actor/clipfrac" in capsys.readouterr().err
 
 
-def test_the_schema_knows_every_setting_that_ships(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every key of a shipped file is a property, and unknown ones are refused; no validator is installed."""
-    schema = json.loads(told(capsys, "--schema"))
+def test_schema_has_every_shipped_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key of a shipped file is a property of the schema, and unknown keys are refused. No JSON validator is
+    installed."""
+    schema = json.loads(settings_output(capsys, "--schema"))
 
     def check(settings: object, rule: dict[str, Any], where: str) -> None:
         choices = [rule, *rule.get("anyOf", [])]
@@ -99,8 +100,8 @@ def test_the_schema_knows_every_setting_that_ships(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.waits
-def test_a_reader_that_has_enough_is_no_error() -> None:
-    """Such as head: the pipe is closed before anything is written."""
+def test_closed_pipe_is_no_error() -> None:
+    """Programs such as head close the pipe. Here the pipe is closed before any output."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megappo", "settings", "--schema"]
@@ -111,7 +112,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 
 def test_markdown_reference_has_every_setting_and_metric(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row has four cells, and each link to a section leads to a heading."""
-    text = told(capsys, "--markdown")
+    text = settings_output(capsys, "--markdown")
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| `")]
     assert all(len(row) == 4 for row in rows)
     names = [row[0].strip(" `") for row in rows]
@@ -124,7 +125,7 @@ def test_markdown_reference_has_every_setting_and_metric(capsys: pytest.CaptureF
     assert set(re.findall(r"\(#([^)]+)\)", text)) <= anchors
 
 
-def test_markdown_and_schema_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_and_schema_cannot_be_combined(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["settings", "--markdown", "--schema"])
     assert "not allowed with argument" in capsys.readouterr().err

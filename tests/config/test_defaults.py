@@ -1,4 +1,4 @@
-"""What is chosen where nothing is said, and that what is said stays as it is."""
+"""Defaults of settings, and explicit settings that do not change."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def rates(config: Config) -> list[float]:
     return [role.optimizer.learning_rate for role in config.trained.values()]
 
 
-def test_a_short_file_is_what_recipes_have(short: Path) -> None:
+def test_defaults_of_a_short_file(short: Path) -> None:
     config = load_config(short)
     assert config.run.path == Path("runs/first_try") and rates(config) == [1e-6, 5e-6]
     assert config.max_sequence_tokens == 2048 and config.rollout.batch_sequences == 256
-    found = derive_run(config, 8)
-    assert found.critic is not None
-    assert [role.updates_per_step for role in (found.actor, found.critic)] == [4, 4]
+    derived = derive_run(config, 8)
+    assert derived.critic is not None
+    assert [role.updates_per_step for role in (derived.actor, derived.critic)] == [4, 4]
     assert config.actor.minibatch_sizes(256) == [64] * 4 and config.actor.minibatch_sizes(3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("machine", "ranks", "engine"), [("h100", 8, "sglang"), ("h100", 1, "sglang"), ("cpu", 1, "transformers")]
 )
-def test_the_plan_has_room_for_it(short: Path, machine: str, ranks: int, engine: str) -> None:
-    """With the engine that it has there."""
+def test_plan_of_a_short_file_fits(short: Path, machine: str, ranks: int, engine: str) -> None:
+    """The engine is the default engine of the machine."""
     config = load_config(short, [f"rollout.engine={engine}"])
     plan = make_plan(config, read_models(config, None).models, MACHINES[machine], ranks)
     assert plan.fits, plan.verdict
 
 
-def test_what_is_said_stays(short: Path) -> None:
-    words = [
+def test_explicit_settings_do_not_change(short: Path) -> None:
+    overrides = [
         "run.name=own", "actor.optimizer={schedule: linear, learning_rate: 3e-7}", "critic.optimizer.schedule=cosine",
         "actor.minibatch_sequences=128", "critic.minibatches=1", "rollout.prompts_per_step=128",
     ]  # fmt: skip
-    config = load_config(short, words)
+    config = load_config(short, overrides)
     assert config.run.name == "own" and rates(config) == [3e-7, 5e-6]
     assert config.critic is not None
     sizes = [role.minibatch_sizes(config.rollout.batch_sequences) for role in config.trained.values()]
@@ -69,7 +69,7 @@ def test_what_is_said_stays(short: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "shards_sequences", "shards_state"),
+    ("ranks", "overrides", "shards_sequences", "shards_state"),
     [
         (1, [], False, False),
         (2, [], False, True),
@@ -81,30 +81,30 @@ def test_what_is_said_stays(short: Path) -> None:
         (1, ["optimizer.distributed=true"], False, True),
     ],
 )
-def test_ranks_that_hold_the_same_share_it(
-    short: Path, ranks: int, words: list[str], shards_sequences: bool, shards_state: bool
+def test_ranks_with_the_same_state_shard_it(
+    short: Path, ranks: int, overrides: list[str], shards_sequences: bool, shards_state: bool
 ) -> None:
-    """Ranks of tensor parallelism share what lies between their regions, replicas and context ranks the optimizer's
-    state; the plan and the table before a run say so."""
-    config = load_config(short, [f"{role}.{word}" for role in ("actor", "critic") for word in words])
+    """Tensor parallel ranks shard the activations between their regions. Replicas and context parallel ranks shard the
+    state of the optimizer. The plan and the table before a run report both."""
+    config = load_config(short, [f"{role}.{word}" for role in ("actor", "critic") for word in overrides])
     derived = derive_run(config, ranks)
-    said = dict(describe(config, derived))
+    rows = dict(describe(config, derived))
     setup = make_setup(config, read_models(config, None).models, ranks, on_cuda=True)
     for name, role in (("actor", setup.actor), ("critic", setup.critic)):
         assert role is not None
         assert (role.sequence_parallel, role.distributed_optimizer) == (shards_sequences, shards_state)
-        assert (role.gathers_in_forward, "sequence parallel" in said[name]) == (shards_state, shards_sequences)
-        assert ("distributed optimizer" in said[name]) == shards_state
+        assert (role.gathers_in_forward, "sequence parallel" in rows[name]) == (shards_state, shards_sequences)
+        assert ("distributed optimizer" in rows[name]) == shards_state
 
 
-def test_a_microbatch_has_room_for_the_longest_sample(short: Path) -> None:
-    """Which a budget of the user's is refused without."""
+def test_default_microbatch_has_room_for_the_longest_sample(short: Path) -> None:
+    """An explicit budget without room for the longest sample is refused."""
     long = "rollout.max_response_tokens=16000"
     config = load_config(short, [long])
     assert [role.microbatch_budget_tokens for role in config.trained.values()] == [17408, 17408]
     derive_run(config, 4)
-    for words in (["actor.layout={tensor_parallel: 2, context_parallel: 2}"], ["critic={}"]):
-        derive_run(load_config(short, [long, *words]), 4)
+    for overrides in (["actor.layout={tensor_parallel: 2, context_parallel: 2}"], ["critic={}"]):
+        derive_run(load_config(short, [long, *overrides]), 4)
     assert load_config(short).actor.microbatch_budget_tokens == 8192
     with pytest.raises(ConfigError, match=r"critic.microbatch_budget_tokens 8192 is below the longest sample"):
         derive_run(load_config(short, [long, "critic.microbatch_budget_tokens=8192"]), 4)
@@ -124,18 +124,18 @@ def test_reward_workers_follow_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, settings: dict[str, object], workers: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
-    given = RewardSettings.model_validate({"function": "exact", **settings})
+    reward = RewardSettings.model_validate({"function": "exact", **settings})
     launched = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
-    assert worker_count(given, launched if ranks > 1 else {}) == workers
+    assert worker_count(reward, launched if ranks > 1 else {}) == workers
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_short_file_trains(short: Path) -> None:
-    """The tokenizer of the tiny model has no chat template, and the model a short context."""
+def test_short_file_trains(short: Path) -> None:
+    """The tokenizer of the tiny model has no chat template, and the model has a short context."""
     write_short(short.parent, f"{TINY}, init: random")
-    words = ["data.apply_chat_template=false", "data.max_prompt_tokens=8", "rollout.max_response_tokens=3"]
-    done = start("megappo", "train", short, f"run.directory={short.parent / 'run'}", *words, processes=1)
+    overrides = ["data.apply_chat_template=false", "data.max_prompt_tokens=8", "rollout.max_response_tokens=3"]
+    done = start("megappo", "train", short, f"run.directory={short.parent / 'run'}", *overrides, processes=1)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(short.parent / "run" / "metrics.jsonl")[-2:]
     assert [(line["step"], line["actor/updates"], line["critic/updates"]) for line in lines] == [(1, 4, 4), (2, 4, 4)]
@@ -151,11 +151,11 @@ def test_a_short_file_trains(short: Path) -> None:
         ("clip", None, None),
     ],
 )
-def test_an_edge_that_is_not_given_is_the_losss_own(
+def test_missing_edge_of_the_band_is_the_loss_default(
     loss: str, band: dict[str, float] | None, edges: tuple[float, float] | None
 ) -> None:
     assert AlgorithmSettings.model_validate({"policy_loss": loss, "band": band}).band_edges == edges
 
 
-def test_what_a_model_writes_is_confined_where_nothing_is_said() -> None:
+def test_model_programs_are_confined_by_default() -> None:
     assert ToolSettings().confined and ToolSettings(workers=1).confined and not ToolSettings(confined=False).confined

@@ -1,4 +1,4 @@
-"""Model shapes, the rules between sections, the derived numbers and their table."""
+"""Model shapes, rules between sections, derived numbers, and their table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model_folder(folder: Path, **changes: Any) -> str:
 EXPERTS = dataclasses.replace(SHAPE, family="qwen3_moe", experts=8)
 TP2 = "layout.tensor_parallel=2"
 UNSHARED = "layout.sequence_parallel=false"
-# The same of a model with experts.
+# Broken rules of a model with experts.
 BROKEN_EXPERTS: list[tuple[int, tuple[str, ...], list[str]]] = [
     (3, ("actor.layout.expert_parallel=3",), ["expert_parallel 3 does not divide the 8 experts", "nearest is 2 or 4"]),
     (2, ("actor.layout.expert_parallel=4",), ["expert_parallel 4 does not divide the 2 ranks of", "nearest is 2"]),
@@ -72,7 +72,7 @@ BROKEN_EXPERTS: list[tuple[int, tuple[str, ...], list[str]]] = [
 ]
 NO_CRITIC = ("critic=null", "algorithm.estimator=grpo")
 
-# world size, overrides, words of the only sentence
+# World size, overrides, and parts of the only problem.
 BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     (1, ("critic=null",), ["algorithm.estimator 'gae' needs a critic", "add the section", "grpo, reinforce_plus"]),
     (1, ("algorithm.estimator=grpo",), ["critic is given but", "'grpo'", "critic=null"]),
@@ -198,27 +198,29 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "overrides", "words"), BROKEN, ids=lambda v: v[-1] if isinstance(v, tuple) else "")
-def test_broken_rules(world: int, overrides: tuple[str, ...], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("world", "overrides", "fragments"), BROKEN, ids=lambda v: v[-1] if isinstance(v, tuple) else ""
+)
+def test_broken_rules(world: int, overrides: tuple[str, ...], fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         derive(config_with(*overrides), world, SHAPE)
-    about = [problem for problem in caught.value.problems if all(word in problem for word in words)]
-    assert len(about) == 1, caught.value.problems
-    others = set(caught.value.problems) - set(about)
+    matching = [problem for problem in caught.value.problems if all(word in problem for word in fragments)]
+    assert len(matching) == 1, caught.value.problems
+    others = set(caught.value.problems) - set(matching)
     assert not others or world in (3, 4, 8), others
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides", "words"), BROKEN_EXPERTS, ids=lambda v: v[-1] if isinstance(v, tuple) else ""
+    ("world", "overrides", "fragments"), BROKEN_EXPERTS, ids=lambda v: v[-1] if isinstance(v, tuple) else ""
 )
-def test_broken_rules_of_experts(world: int, overrides: tuple[str, ...], words: list[str]) -> None:
+def test_broken_rules_of_experts(world: int, overrides: tuple[str, ...], fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         derive(config_with(*overrides), world, EXPERTS)
-    assert [problem for problem in caught.value.problems if all(word in problem for word in words)]
+    assert [problem for problem in caught.value.problems if all(word in problem for word in fragments)]
 
 
 def test_layouts_of_experts() -> None:
-    """An expert's matrices are whole on its ranks, so tensor parallelism need not divide them."""
+    """Each rank of an expert has the whole matrices, so tensor parallelism does not have to divide them."""
     odd = dataclasses.replace(EXPERTS, ffn_hidden_size=95)
     wide = ("actor.layout={tensor_parallel: 2, sequence_parallel: true, expert_parallel: 4}", f"critic.{TP2}")
     derived = derive(config_with(*wide), 4, odd, SHAPE)
@@ -229,7 +231,7 @@ def test_layouts_of_experts() -> None:
         derive(config_with(*wide), 4, odd, SHAPE, SHAPE)
 
 
-def test_longer_than_the_model() -> None:
+def test_samples_longer_than_the_model() -> None:
     overrides = ("actor.microbatch_budget_tokens=512", "critic.microbatch_budget_tokens=512")
     config = config_with("rollout.max_response_tokens=200", *overrides)
     with pytest.raises(ConfigError) as caught:
@@ -261,8 +263,8 @@ def test_longer_than_the_model() -> None:
         ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, 0),
     ],
 )
-def test_the_error_names_the_length_of_a_rope_scaling(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
-    """Model cards describe how to switch on YaRN, without a change of max_position_embeddings."""
+def test_error_suggests_the_length_of_a_rope_scaling(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
+    """Model cards describe how to enable YaRN without a change of max_position_embeddings."""
     read = read_architecture(write_model(tmp_path / "model", "qwen3", 1))
     config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, **rope})
     shape = dataclasses.replace(read, hf_config=config, max_position_embeddings=256)
@@ -272,7 +274,7 @@ def test_the_error_names_the_length_of_a_rope_scaling(tmp_path: Path, rope: dict
     assert problem.endswith(end if positions else "set rollout.max_response_tokens to at most 192")
 
 
-def test_reference_stands_on_the_actors_layout() -> None:
+def test_reference_has_the_layout_of_the_actor() -> None:
     reference = dataclasses.replace(SHAPE, layers=5)
     config = config_with("actor.layout.pipeline_parallel=5")
     derive(config, 5, dataclasses.replace(SHAPE, layers=6), None, reference)
@@ -284,14 +286,14 @@ def test_reference_stands_on_the_actors_layout() -> None:
 
 
 @pytest.mark.parametrize("layers", ["[4, 0]", "[]", "'even'", "[3.5, 1]", "4"])
-def test_layers_of_a_stage_are_numbers_above_zero(layers: str) -> None:
+def test_layers_of_a_stage_are_positive_integers(layers: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_with(f"actor.layout={{pipeline_parallel: 2, pipeline_layers: {layers}}}")
     rule = "must be auto, balanced or a list of positive integers such as [3, 1]"
     assert caught.value.problems == (f"actor.layout.pipeline_layers: {layers} {rule}",)
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         derive(config_with("reference=null", "data.validation=null", "actor.minibatch_sequences=5"), 1, SHAPE)
     assert len(caught.value.problems) == 3
@@ -308,7 +310,7 @@ def test_numbers_on_one_rank() -> None:
     assert (actor.grid, actor.vpp, actor.padded_vocab_size) == (Grid(range(1), 1, 1), 1, 97)
 
 
-def test_a_critic_may_be_trained_alone() -> None:
+def test_critic_can_be_trained_alone() -> None:
     derived = derive(config_with("critic.warmup_steps=10", "critic.minibatches=3"), 1, SHAPE)
     assert derived.critic is not None
     assert (derived.actor.total_updates, derived.critic.total_updates) == (0, 60)
@@ -318,20 +320,20 @@ def test_a_critic_may_be_trained_alone() -> None:
     )
 
 
-def test_minibatches_by_their_number_differ_by_one_sample() -> None:
-    """12 updates of the critic in a step of 8,192 samples, as ORZ has it; each sample is in one of each epoch."""
-    given = {"optimizer": {"learning_rate": 1.0}, "epochs": 2}
-    settings = CriticSettings.model_validate({**given, "minibatches": 12})
+def test_sizes_of_minibatches_differ_by_one_sample() -> None:
+    """ORZ has 12 updates of the critic in a step of 8,192 samples. Each epoch contains each sample once."""
+    settings_of_role = {"optimizer": {"learning_rate": 1.0}, "epochs": 2}
+    settings = CriticSettings.model_validate({**settings_of_role, "minibatches": 12})
     drawn = draw_minibatches(settings, 8192, seed=5)
     assert [len(ids) for ids in drawn] == ([683] * 8 + [682] * 4) * 2
     assert all(sorted(n for ids in drawn[e : e + 12] for n in ids) == list(range(8192)) for e in (0, 12))
-    by_size = CriticSettings.model_validate({**given, "minibatch_sequences": 2048})
-    by_number = CriticSettings.model_validate({**given, "minibatches": 4})
+    by_size = CriticSettings.model_validate({**settings_of_role, "minibatch_sequences": 2048})
+    by_number = CriticSettings.model_validate({**settings_of_role, "minibatches": 4})
     assert draw_minibatches(by_size, 8192, seed=5) == draw_minibatches(by_number, 8192, seed=5)
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("conflicting", "sentence"),
     [
         (
             {"minibatch_sequences": 4, "minibatches": 2},
@@ -347,12 +349,12 @@ def test_minibatches_by_their_number_differ_by_one_sample() -> None:
         ),
     ],
 )
-def test_one_of_two_settings_is_given(given: dict[str, Any], sentence: str) -> None:
+def test_alternative_settings_cannot_be_combined(conflicting: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(sentence)):
-        CriticSettings.model_validate({"optimizer": {"learning_rate": 1.0}, **given})
+        CriticSettings.model_validate({"optimizer": {"learning_rate": 1.0}, **conflicting})
 
 
-def test_an_override_takes_the_place_of_its_alternative() -> None:
+def test_override_replaces_its_alternative() -> None:
     role = config_with("actor.minibatches=4", "actor.optimizer.warmup_ratio=0.25").actor
     assert (role.minibatch_sequences, role.minibatches) == (None, 4)
     assert (role.optimizer.warmup_updates, role.optimizer.warmup(20)) == (0, 5)
@@ -372,51 +374,52 @@ def test_float16_is_refused_with_the_reason() -> None:
             {"schedule": "wsd", "decay_ratio": 0.25, "warmup_ratio": 0.1, "min_learning_rate": 0.5},
             {0: 0.0, 1: 0.5, 2: 1.0, 15: 1.0, 16: 0.9, 18: 0.7, 20: 0.5},
         ),
-        ({"schedule": "linear", "warmup_ratio": 0.24}, {2: 0.5, 4: 1.0, 12: 0.5, 20: 0.0}),  # 4.8 updates are 4
+        ({"schedule": "linear", "warmup_ratio": 0.24}, {2: 0.5, 4: 1.0, 12: 0.5, 20: 0.0}),  # 4.8 is rounded down
     ],
 )
-def test_the_learning_rate_after_so_many_updates(optimizer: dict[str, Any], rates: dict[int, float]) -> None:
-    """Of a run with 20 of them, with a peak of 1."""
+def test_learning_rate_after_a_number_of_updates(optimizer: dict[str, Any], rates: dict[int, float]) -> None:
+    """The run has 20 updates and a peak learning rate of 1."""
     adam = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     schedule = rate_schedule(adam, OptimizerSettings.model_validate({"learning_rate": 1.0, **optimizer}), 20)
-    found = {0: adam.param_groups[0]["lr"]}
+    learning_rates = {0: adam.param_groups[0]["lr"]}
     for update in range(1, 21):
         schedule.step(increment=1)
-        found[update] = adam.param_groups[0]["lr"]
-    assert {update: found[update] for update in rates} == pytest.approx(rates)
+        learning_rates[update] = adam.param_groups[0]["lr"]
+    assert {update: learning_rates[update] for update in rates} == pytest.approx(rates)
 
 
-def test_a_best_checkpoint_may_be_found_before_the_last_step() -> None:
+def test_best_checkpoint_can_precede_the_last_step() -> None:
     for every in ("checkpoint.every_steps=1", "checkpoint.keep_every_steps=5"):
         derive(config_with("checkpoint.keep_best=eval/reward_mean", every), 1, SHAPE)
 
 
 @pytest.mark.parametrize("other", [{"path": "elsewhere"}, {"share_actor_base": True}])
-def test_a_reference_of_its_own_is_not_refreshed(other: dict[str, Any]) -> None:
+def test_separate_reference_is_not_refreshed(other: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="refresh_every_steps 3 copies the actor's weights to"):
         ReferenceSettings.model_validate({"refresh_every_steps": 3, **other})
 
 
 @pytest.mark.parametrize(("before", "steps"), [(True, [0, 4, 8, 10]), (False, [4, 8, 10])])
-def test_evaluations_are_due_at_the_last_step_and_where_they_are_wanted(before: bool, steps: list[int]) -> None:
+def test_evaluations_include_the_last_step(before: bool, steps: list[int]) -> None:
     settings = EvaluationSettings(every_steps=4, before_training=before)
     assert [step for step in range(11) if settings.is_due(step, 10)] == steps
 
 
-def test_epochs_are_steps_where_the_prompts_are_counted() -> None:
-    """8 prompts a step: every prompt is taken so often, the last step is filled up from the next pass."""
+def test_epochs_are_converted_to_steps() -> None:
+    """A step has 8 prompts. Every prompt is used for the given number of epochs. The last step is completed with
+    prompts of the next epoch."""
     config = config_with("run.epochs=2.5", "critic.warmup_steps=4")
     derived = derive(config, 1, SHAPE, prompts=20)
     assert derived.steps == 7  # 50 prompts
     assert derived.critic is not None
     assert (derived.actor.total_updates, derived.critic.total_updates) == (6, 14)
     assert dict(describe(config, derived))["run"].startswith("base: 2.5 epochs of 20 prompts = 7 steps, seed 3")
-    assert derive(config_with("run.epochs=0.1"), 1, SHAPE, prompts=1600).steps == 20  # not a step for 0.1's rounding
+    assert derive(config_with("run.epochs=0.1"), 1, SHAPE, prompts=1600).steps == 20  # 0.1 adds no step
     with pytest.raises(ConfigError, match=r"warmup_steps 4 is above the 3 steps of run\.epochs"):
         derive(config_with("run.epochs=1", "critic.warmup_steps=4"), 1, SHAPE, prompts=20)
 
 
-def test_a_plan_of_epochs_needs_no_data() -> None:
+def test_plan_of_epochs_needs_no_data() -> None:
     config = config_with("run.epochs=1", "critic.warmup_steps=4")
     derived = derive(config, 1, SHAPE)
     assert (derived.known_steps, derived.actor.updates_per_step) == (None, 2)
@@ -445,7 +448,7 @@ def test_numbers_of_disjoint_roles() -> None:
         derived.world_size = 2  # type: ignore[misc]
 
 
-def test_numbers_of_ranks_that_share_out_samples() -> None:
+def test_context_parallel_layouts() -> None:
     config = config_with("actor.layout={context_parallel: 2, tensor_parallel: 2}", "critic.layout.context_parallel=4")
     derived = derive(config, 8, SHAPE)
     assert derived.critic is not None and (derived.actor.grid.dp, derived.critic.grid.dp) == (2, 2)
@@ -453,7 +456,7 @@ def test_numbers_of_ranks_that_share_out_samples() -> None:
     assert rows["actor"].startswith("ranks 0-7: TP 2 x PP 1 x DP 2, CP 2, sequence parallel, distributed optimizer")
 
 
-def test_ranks_that_have_nothing_to_generate_are_named() -> None:
+def test_ranks_without_prompts_are_reported() -> None:
     few = config_with("rollout.prompts_per_step=3", "actor.minibatch_sequences=6", "critic.minibatch_sequences=6")
     for engine, notes in {
         "transformers": ("1 of 4 ranks have nothing to generate: every rank has an engine, and "
@@ -464,7 +467,7 @@ def test_ranks_that_have_nothing_to_generate_are_named() -> None:
         assert derive(config, 4, SHAPE).notes == notes
 
 
-def test_one_override_turns_evaluation_off() -> None:
+def test_one_override_disables_evaluation() -> None:
     config = config_with("evaluation=null")
     assert config.data.validation is not None
     notes = derive(config, 1, SHAPE).notes
@@ -483,7 +486,7 @@ def test_without_critic() -> None:
 
 
 def sizes(shape: ModelShape) -> ModelShape:
-    """What layouts and batches depend on, without the rest of an architecture."""
+    """Return only the sizes of a model, without the rest of its architecture."""
     return ModelShape(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(ModelShape)})
 
 
@@ -496,7 +499,7 @@ def test_model_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "fragments"),
     [
         ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", f"use a model of {either(FAMILIES)}"]),
         ({"model_type": None}, ["has no model_type", "use a model of llama"]),
@@ -505,11 +508,11 @@ def test_model_shape(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu' is not supported"]),
     ],
 )
-def test_refused_models(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+def test_refused_models(tmp_path: Path, changes: dict[str, Any], fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         read_architecture(model_folder(tmp_path / "m", **changes), key="critic.path")
     assert len(caught.value.problems) == 1
-    for word in ("critic.path", *words):
+    for word in ("critic.path", *fragments):
         assert word in caught.value.problems[0]
 
 
@@ -528,8 +531,8 @@ def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "empty/model": "there is no such folder",
         "~/model": "there is no such folder",
     }
-    for path, words in expected.items():
-        with pytest.raises(ConfigError, match=words):
+    for path, message in expected.items():
+        with pytest.raises(ConfigError, match=message):
             read_architecture(path)
 
 
@@ -559,7 +562,7 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "summary"),
     [
         (["kl_in_reward=null", "clip_low=0.1", "clip_high=0.3"], "clip 0.1 low, 0.3 high, old logprobs decoupled"),
         (
@@ -572,26 +575,26 @@ def test_table() -> None:
         ),
     ],
 )
-def test_the_row_of_the_algorithm(overrides: list[str], words: str) -> None:
+def test_the_row_of_the_algorithm(overrides: list[str], summary: str) -> None:
     reference = ["reference=null"] if "kl_in_reward=null" in overrides else []
     config = config_with(*(f"algorithm.{word}" for word in ["gamma=0.9", "lam=0.8", *overrides]), *reference)
-    assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {words}"
+    assert dict(describe(config, derive(config, 1, SHAPE)))["algorithm"] == f"gae (gamma 0.9, lambda 0.8), {summary}"
     lam = config_with("algorithm.lam={actor: {length_adaptive: 0.05}}").algorithm.lam
     assert lam.summary == "1 - 1 / (0.05 x tokens), of the critic 1"
 
 
-def test_offload_is_all_or_nothing_or_parts() -> None:
-    found = config_with("actor.offload=true", "critic.offload={optimizer: true}", "reference.offload=true")
-    assert found.critic is not None and found.reference is not None
-    assert found.actor.offload.parts == ("weights", "gradients", "optimizer")
-    assert found.critic.offload.parts == ("optimizer",) and found.reference.offload.parts == ("weights",)
-    assert found.offloads and not config_with().offloads
+def test_offload_of_all_or_some_state() -> None:
+    config = config_with("actor.offload=true", "critic.offload={optimizer: true}", "reference.offload=true")
+    assert config.critic is not None and config.reference is not None
+    assert config.actor.offload.parts == ("weights", "gradients", "optimizer")
+    assert config.critic.offload.parts == ("optimizer",) and config.reference.offload.parts == ("weights",)
+    assert config.offloads and not config_with().offloads
     assert not config_with("actor.offload=false", "reference.offload={weights: false}").offloads
     assert config_with("actor.offload.weights=true").actor.offload.parts == ("weights",)
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("reference.offload={optimizer: true}", "offload.optimizer is true, but the reference is not trained"),
         ("actor.offload=most", "actor.offload is 'most', must be true or false, or a section"),
@@ -599,33 +602,34 @@ def test_offload_is_all_or_nothing_or_parts() -> None:
         ("actor.optimizer.on_host=2", "actor.optimizer.on_host is 2, must be at most 1"),
     ],
 )
-def test_offload_that_means_nothing(override: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_offload_settings_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config_with(override)
 
 
-def test_a_folder_for_what_rests_must_be_there() -> None:
+def test_offload_directory_must_exist() -> None:
     config = config_with("runtime.offload_directory=nowhere/at/all")
     with pytest.raises(ConfigError, match="runtime.offload_directory 'nowhere/at/all' is not a folder"):
         derive(config, 1, SHAPE, SHAPE, SHAPE)
 
 
-def test_a_config_json_is_made_sense_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it changes; what one reader does with it is not seen by the next."""
+def test_config_json_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parsed configuration is cached until the file changes. A change by one caller is not visible to the next
+    caller."""
     model_folder(tmp_path)
-    from_pretrained, asked = AutoConfig.from_pretrained, []
+    from_pretrained, calls = AutoConfig.from_pretrained, []
 
     def counting(*arguments: Any, **options: Any) -> Any:
-        asked.append(arguments)
+        calls.append(arguments)
         return from_pretrained(*arguments, **options)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", counting)
     first, second = read_architecture(tmp_path), read_architecture(tmp_path)
-    assert len(asked) == 1 and first == second and first.hf_config is not second.hf_config
+    assert len(calls) == 1 and first == second and first.hf_config is not second.hf_config
     first.hf_config.eos_token_id = 77
     assert read_architecture(tmp_path).hf_config.eos_token_id == second.hf_config.eos_token_id != 77
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "rms_norm_eps": 0.125}))
-    assert read_architecture(tmp_path).norm_eps == 0.125 and len(asked) == 2
+    assert read_architecture(tmp_path).norm_eps == 0.125 and len(calls) == 2
     read_architecture(tmp_path, trust_remote_code=True)
-    assert len(asked) == 3
+    assert len(calls) == 3

@@ -1,4 +1,4 @@
-"""A chat template whose end of a turn ends no response is reported before a run and at its start."""
+"""Chat templates that end a turn with a token that is not a stop token are reported before a run and at its start."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ REFUSES = (
 
 
 def model(folder: Path, template: str, *added: str) -> Path:
-    """A model whose tokenizer has the template and further tokens; its only stop token is <eos>."""
+    """Write a model with a tokenizer that has the template and additional tokens. The only stop token is <eos>."""
     made = folder / "model"
     shutil.copytree(TINY, made)
-    words = AutoTokenizer.from_pretrained(made)
-    words.add_tokens(list(added), special_tokens=True)
-    words.chat_template = template
-    words.save_pretrained(made)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    tokenizer.add_tokens(list(added), special_tokens=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(made)
     content = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(content | {"vocab_size": len(words)}))
+    (made / "config.json").write_text(json.dumps(content | {"vocab_size": len(tokenizer)}))
     return made
 
 
 def notes(folder: Path, *overrides: str) -> tuple[list[str], PreTrainedTokenizerBase]:
-    given = [f"model.path={folder}", "data.apply_chat_template=true", "data.max_prompt_tokens=90", *overrides]
-    config = load_config(BASE, given)
-    words: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    stops = (words.convert_tokens_to_ids("<eos>"), *config.rollout.stop_token_ids)
-    return list(end_of_turn_notes(config, words, stops)), words
+    changes = [f"model.path={folder}", "data.apply_chat_template=true", "data.max_prompt_tokens=90", *overrides]
+    config = load_config(BASE, changes)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    stops = (tokenizer.convert_tokens_to_ids("<eos>"), *config.rollout.stop_token_ids)
+    return list(end_of_turn_notes(config, tokenizer, stops)), tokenizer
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def notes(folder: Path, *overrides: str) -> tuple[list[str], PreTrainedTokenizer
         (CHATML.replace("{{ m.content }}", " {{ m.content | trim }} "), ("<|im_end|>",), "<|im_end|>"),
     ],
 )
-def test_an_end_of_a_turn_that_ends_no_response_is_named(
+def test_end_of_turn_without_stop_token_is_reported(
     tmp_path: Path, template: str, added: tuple[str, ...], end: str
 ) -> None:
     folder = model(tmp_path, template, *added)
-    [note], words = notes(folder)
-    token = words.convert_tokens_to_ids(end)
+    [note], tokenizer = notes(folder)
+    token = tokenizer.convert_tokens_to_ids(end)
     assert f"ends a turn of the model with token {token} '{end}', which is no stop token" in note
     assert note.endswith(f"; add {token} to rollout.stop_token_ids")
     assert notes(folder, f"rollout.stop_token_ids=[{token}]")[0] == []
@@ -78,7 +78,7 @@ def test_an_end_of_a_turn_that_ends_no_response_is_named(
     assert notes(folder, "data.apply_chat_template=false")[0] == []
 
 
-def test_an_end_of_several_tokens_is_a_text(tmp_path: Path) -> None:
+def test_end_of_several_tokens_is_reported_as_text(tmp_path: Path) -> None:
     folder = model(tmp_path, CHATML.replace("<|im_end|>", "=="))
     [note], _ = notes(folder)
     assert "ends a turn of the model with '==', which" in note and note.endswith("; add '==' to rollout.stop")
@@ -87,25 +87,25 @@ def test_an_end_of_several_tokens_is_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", [CHATML.replace("<|im_end|>", "<eos>"), MISTRAL, PLAIN, LAST, REFUSES])
 def test_other_templates_have_no_note(tmp_path: Path, template: str) -> None:
-    """They end a turn with a stop token or with nothing, or know no turns of the model."""
+    """These templates end a turn with a stop token, or with nothing, or have no turns of the model."""
     assert notes(model(tmp_path, template, "<|im_end|>"))[0] == []
 
 
 @pytest.mark.waits
-def test_the_dry_run_and_the_start_of_a_run_tell_it(
+def test_dry_run_and_start_report_the_end_of_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     template = CHATML.replace("{{ m.role }}\n", "").replace("assistant\n", "")
     folder = model(tmp_path, template, "<|im_start|>", "<|im_end|>")
-    given = [f"model.path={folder}", "data.apply_chat_template=true", "data.max_prompt_tokens=20"]
+    overrides = [f"model.path={folder}", "data.apply_chat_template=true", "data.max_prompt_tokens=20"]
 
     def dry_run(*more: str) -> str:
-        main(["train", "configs/quickstart.yaml", *given, *more, "--dry-run"])
+        main(["train", "configs/quickstart.yaml", *overrides, *more, "--dry-run"])
         return capsys.readouterr().out
 
     def start(*more: str) -> str:
-        config = load_config("configs/quickstart.yaml", [*given, *more])
+        config = load_config("configs/quickstart.yaml", [*overrides, *more])
         inputs = read_inputs(config)
         parts = SimpleNamespace(
             config=config, tokenizer=inputs.tokens.tokenizer, stop_token_ids=inputs.tokens.stop_token_ids,
@@ -114,10 +114,14 @@ def test_the_dry_run_and_the_start_of_a_run_tell_it(
         return "\n".join(data_lines(cast(Any, parts)))
 
     end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
-    words = f"ends a turn of the model with token {end} '<|im_end|>', which is no stop token"
-    told = dry_run()
-    assert words in told and f"add {end} to rollout.stop_token_ids" in told and "fine    stop tokens" not in told
-    assert words in start()
-    mended = f"rollout.stop_token_ids=[{end}]"
-    assert words not in (told := dry_run(mended)) and f"{end} '<|im_end|>'" in told and "fine    stop tokens" in told
-    assert words not in start(mended)
+    note = f"ends a turn of the model with token {end} '<|im_end|>', which is no stop token"
+    output = dry_run()
+    assert note in output and f"add {end} to rollout.stop_token_ids" in output and "fine    stop tokens" not in output
+    assert note in start()
+    corrected = f"rollout.stop_token_ids=[{end}]"
+    assert (
+        note not in (output := dry_run(corrected))
+        and f"{end} '<|im_end|>'" in output
+        and "fine    stop tokens" in output
+    )
+    assert note not in start(corrected)

@@ -1,4 +1,4 @@
-"""Damaged text files of a model folder: one sentence each, which names the file, before anything is loaded."""
+"""Damaged text files of a model folder are reported with one sentence and the file name, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.places import QUICKSTART
 
 INDEX = "model.safetensors.index.json"
 OBJECTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
-FURTHER = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
+OPTIONAL = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
 TEXTS = ("merges.txt", "vocab.txt", "chat_template.jinja")
 DAMAGES: dict[str, bytes | None] = {
     "empty": b"",
@@ -39,18 +39,18 @@ DAMAGES: dict[str, bytes | None] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole model with every text file, its weights under an index."""
-    found = write_model(tmp_path / "model", "llama", 1)
-    character_tokenizer("{{ messages }}").save_pretrained(found)
-    (found / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    """Write a complete model with every text file. An index lists the weights."""
+    model = write_model(tmp_path / "model", "llama", 1)
+    character_tokenizer("{{ messages }}").save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     shard = "model-00001-of-00001.safetensors"
-    (found / "model.safetensors").rename(found / shard)
-    (found / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(found / shard), shard)}))
-    return found
+    (model / "model.safetensors").rename(model / shard)
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(model / shard), shard)}))
+    return model
 
 
 def damage(path: Path, content: bytes | None) -> None:
-    """Write a file anew; None: as a folder."""
+    """Replace a file with the content. If the content is None, a folder replaces the file."""
     path.unlink(missing_ok=True)
     if content is None:
         path.mkdir()
@@ -63,7 +63,7 @@ def config_of(folder: Path) -> Config:
 
 
 def read_all(folder: Path) -> tuple[int, ...]:
-    """Everything that a run reads of a folder before it builds models; returns the tokens that end a response."""
+    """Read all files that a run reads before models are built. Return the tokens that end a response."""
     config = config_of(folder)
     load_architecture(folder, config.model)
     ends = resolve_stop_token_ids(folder, load_tokenizer(config), ())
@@ -79,13 +79,13 @@ def refusal(folder: Path) -> str:
     return sentence
 
 
-def test_a_whole_folder_is_read(folder: Path) -> None:
+def test_complete_folder_is_read(folder: Path) -> None:
     assert read_all(folder) == (1, 2)
 
 
-@pytest.mark.parametrize("name", (*OBJECTS, *FURTHER))
+@pytest.mark.parametrize("name", (*OBJECTS, *OPTIONAL))
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_json_file_is_named(folder: Path, name: str, kind: str) -> None:
+def test_damaged_json_file_is_named(folder: Path, name: str, kind: str) -> None:
     damage(folder / name, DAMAGES[kind])
     sentence = refusal(folder)
     assert str(folder / name) in sentence and "; fetch or save it again" in sentence, sentence
@@ -93,13 +93,13 @@ def test_a_damaged_json_file_is_named(folder: Path, name: str, kind: str) -> Non
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("kind", ("no UTF-8", "a folder"))
-def test_a_damaged_text_is_named(folder: Path, name: str, kind: str) -> None:
+def test_damaged_text_file_is_named(folder: Path, name: str, kind: str) -> None:
     damage(folder / name, DAMAGES[kind])
     assert str(folder / name) in refusal(folder)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         (INDEX, {}, "is not an index of safetensors, its weight_map is null"),
         (INDEX, {"weight_map": []}, "its weight_map is []"),
@@ -119,26 +119,26 @@ def test_a_damaged_text_is_named(folder: Path, name: str, kind: str) -> None:
         ("tokenizer.json", {"model": 7}, "holds no tokenizer that can be loaded"),
     ],
 )
-def test_strange_content_is_a_sentence(folder: Path, name: str, content: object, words: str) -> None:
+def test_invalid_content_is_reported(folder: Path, name: str, content: object, message: str) -> None:
     (folder / name).write_text(json.dumps(content))
     sentence = refusal(folder)
-    assert words in sentence and str(folder) in sentence
+    assert message in sentence and str(folder) in sentence
 
 
 @pytest.mark.parametrize("name", ("config.json", "tokenizer.json", "tokenizer_config.json"))
-def test_a_reward_model_s_files_are_named(tmp_path: Path, folder: Path, name: str) -> None:
+def test_damaged_files_of_reward_models_are_named(tmp_path: Path, folder: Path, name: str) -> None:
     damage(folder / name, b"[")
     with pytest.raises(ValueError, match="not valid JSON") as caught:
         RewardModel(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     assert f"reward.model_path '{folder}' cannot be loaded (ValueError: {folder / name} " in str(caught.value)
 
 
-def test_the_command_line_says_it_before_it_loads_anything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_file_is_reported_before_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(folder / "tokenizer_config.json", b'"a text"')
-    words = [f"model.path={folder}", f"run.directory={folder / 'run'}"]
-    assert main(["train", str(QUICKSTART), "--dry-run", *words]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
+    overrides = [f"model.path={folder}", f"run.directory={folder / 'run'}"]
+    assert main(["train", str(QUICKSTART), "--dry-run", *overrides]) == 2
+    output = capsys.readouterr().err.splitlines()
+    assert output == [
         f"megappo: error: model.path: {folder / 'tokenizer_config.json'} holds 'a text', must be a JSON object; fetch "
         "or save it again"
     ]

@@ -28,18 +28,18 @@ def _keys_of_sentence(sentence: str) -> set[str]:
 
 
 def _keys_of_explanation(text: str) -> set[str]:
-    """Returns the settings that a text explains. Each setting is at the start of a line."""
+    """Return the settings that a text explains. Each setting is at the start of a line."""
     starts = [line.split(" (")[0] for line in text.splitlines() if not line.startswith((" ", "'"))]
     return {start for start in starts if _KEY.fullmatch(start)}
 
 
-def test_the_list_has_the_names_of_all_trainers() -> None:
+def test_list_has_the_names_of_all_trainers() -> None:
     assert len(ANSWERS) >= 200
     for trainer, names in TRAINERS.items():
         assert len(names.keys() & ANSWERS.keys()) >= 20, trainer
 
 
-def test_an_override_with_a_foreign_name_names_our_settings() -> None:
+def test_overrides_with_foreign_names_name_our_settings() -> None:
     wrong = {}
     for name, answer in ANSWERS.items():
         if find_field(tuple(name.split("."))) is not None:
@@ -80,12 +80,12 @@ def test_settings_explains_foreign_names() -> None:
     assert not wrong
 
 
-def test_flags_and_additions_of_hydra_are_the_same_names() -> None:
+def test_flags_and_hydra_additions_are_the_same_names() -> None:
     for typed in ("--rollout-batch-size", "+rollout_batch_size", "rollout_batch_size=32"):
         assert "rollout.prompts_per_step (" in explanation(typed)
 
 
-def test_each_setting_in_a_foreign_file_gets_a_sentence(tmp_path: Path) -> None:
+def test_each_setting_in_a_foreign_file_is_reported(tmp_path: Path) -> None:
     theirs = {
         "critic": {"model": {"path": "org/critic"}, "optim": {"lr": 1.0e-5}},
         "algorithm": {"kl_ctrl": {"type": "adaptive", "target_kl": 0.1}},
@@ -111,7 +111,7 @@ def test_each_setting_in_a_foreign_file_gets_a_sentence(tmp_path: Path) -> None:
     "name",
     ["foo.type", "some.path", "critic_foo", "xyz.mode", "frobnicate", "foo.beta", "bar.n", "lr_foo", "other.save"],
 )
-def test_an_unknown_name_has_no_answer(name: str) -> None:
+def test_unknown_name_has_no_answer(name: str) -> None:
     *section, last = name.split(".")
     assert counterpart(section, last) is None
     with pytest.raises(ConfigError, match="lists all sections"):
@@ -121,7 +121,7 @@ def test_an_unknown_name_has_no_answer(name: str) -> None:
     assert "did you mean" not in str(error.value)
 
 
-def test_a_nested_setting_with_the_same_name_is_not_suggested() -> None:
+def test_nested_setting_with_the_same_name_is_not_suggested() -> None:
     """`reward.judge.prompt` is unrelated to the prompts of the data."""
     with pytest.raises(ConfigError) as error:
         load_config(BASE, ["data.prompt=x"])

@@ -1,4 +1,4 @@
-"""Mutated configurations: each is accepted or refused in sentences, at once, and nothing else."""
+"""Mutated configurations are accepted or refused with sentences, within a time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.places import ROOT
 
 SEED, MUTATIONS = 20261122, 520
 LIMIT_SECONDS = 2.0
-MOST_SAID_CHARACTERS = 20_000
+MAX_OUTPUT_CHARACTERS = 20_000
 
 NUMBERS = [
     *(".inf", "-.inf", ".nan", "1e999", "-1e999", "0", "-0.0", "-1", "1", "2", "3", "7", "0.5", "1e-400", "4.9e-324"),
@@ -31,7 +31,7 @@ NUMBERS = [
     *("100000000000", "1000000000000", "18446744073709551616", "1e12", "16384", "65536", "1048576", "16777216", "+5"),
     *("0x7fffffffffffffff", "0o777", "1_000", "1.0", "1e3", "010", "9" * 30, "9" * 4300, "0x" + "f" * 5000),
 ]
-WORDS = [
+TEXTS = [
     *("true", "null", "no", "''", "'10'", "[]", "{}", "[1, 2]", "[-1]", "[[[]]]", "{a: 1}", "{1: 2}", "{null: 3}"),
     *("../../x", "/", ".", "~", "a/../../b", "x" * 300, "x" * 5000, "'x\n\ny'", '"\\e[2J"', '"\\0"', '"\\ud800"'),
     *("!!bool maybe", '!!float ""', "!!int x", "!!null 1", "!!str 1", "!!seq 1", "!!map []", "!!set {a}", "!x y"),
@@ -45,7 +45,7 @@ BOMB = "x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 LEAVES = [key for key in all_keys() if (field := find_field(key)) is not None and section_of(field) is None]
 SECTIONS = sorted(set(all_keys()) - set(LEAVES))
 Mutant = tuple[str, list[str]]
-"""Text and overrides."""
+"""Text of the file and overrides."""
 
 
 class Base(NamedTuple):
@@ -58,33 +58,33 @@ class Base(NamedTuple):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Base]:
-    """Valid configurations, of a model that takes long sequences."""
+    """Write valid configurations of a model with a long context."""
     model = tmp_path_factory.mktemp("model")
     shape = json.loads((ROOT / "configs/models/tiny_arithmetic/config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2**31}))
     names = ("configs/quickstart.yaml", "configs/sglang_disaggregated.yaml", "tests/support/config_base.yaml")
-    found = []
+    configurations = []
     for name in names:
         data = parse_yaml((ROOT / name).read_text(), name)
         data["model"]["path"] = str(model)
         if data["rollout"].get("engine") != "transformers":
-            data["model"]["dtype"] = "bfloat16"  # the plan is for GPUs, where servers have no float32
+            data["model"]["dtype"] = "bfloat16"  # the plan is for GPUs, where servers reject float32
         path = model / "base.yaml"
         path.write_text(dump_yaml(data))
-        found.append(Base(path.read_text(), data, load_config(path)))
-        with contextlib.redirect_stdout(io.StringIO()):  # and everything is imported
+        configurations.append(Base(path.read_text(), data, load_config(path)))
+        with contextlib.redirect_stdout(io.StringIO()):  # the command imports all modules
             assert main(["plan", str(path), "--gpus", "2"]) == 0
-    return found
+    return configurations
 
 
 def new_value(rng: random.Random, old: Any) -> str:
-    """YAML of a value in place of another: one like it, a number at some limit, or what is no value at all."""
+    """Return the YAML text of a new value: a similar value, a number at a limit, or text that is no valid value."""
     if isinstance(old, bool) or (old is None and rng.random() < 0.3):
         return rng.choice(("true", "false", "null", "1", "0.5"))
     if isinstance(old, (int, float)) and rng.random() < 0.6:
         factor = rng.choice((-1, 0.1, 0.5, 2, 2, 4, 10, 1000, 1e6, 1e9))
         return str(type(old)(old * factor))
-    return rng.choice(NUMBERS if rng.random() < 0.5 else WORDS)
+    return rng.choice(NUMBERS if rng.random() < 0.5 else TEXTS)
 
 
 def value_at(config: Config, key: tuple[str, ...]) -> Any:
@@ -95,13 +95,13 @@ def value_at(config: Config, key: tuple[str, ...]) -> Any:
 
 
 def mutate_values(rng: random.Random, base: Base) -> Mutant:
-    """Values of some settings, through overrides."""
+    """Change the values of some settings with overrides."""
     keys = rng.sample(LEAVES, rng.choice((1, 1, 1, 2, 3)))
     return base.text, [f"{dotted(key)}={new_value(rng, value_at(base.config, key))}" for key in keys]
 
 
 def mutate_structure(rng: random.Random, base: Base) -> Mutant:
-    """Sections that are lost, moved, doubled, put in place of values or filled with what is no setting."""
+    """Remove, move, duplicate or replace sections, or add unknown settings."""
     data = copy.deepcopy(base.data)
     place = data
     while (inner := [v for v in place.values() if isinstance(v, dict)]) and rng.random() < 0.6:
@@ -137,7 +137,7 @@ def mutate_structure(rng: random.Random, base: Base) -> Mutant:
 
 
 def mutate_text(rng: random.Random, base: Base) -> Mutant:
-    """Characters and lines that are lost, doubled, moved or replaced; text that is far too long."""
+    """Remove, duplicate, move or replace characters and lines, or add very long text."""
     text = base.text
     lines = text.splitlines(keepends=True)
     kind = rng.randrange(8)
@@ -160,22 +160,22 @@ def mutate_text(rng: random.Random, base: Base) -> Mutant:
         lines.insert(rng.randrange(len(lines) + 1), rng.choice((BOMB, "#" * 99_000, "\n" * 50_000, "a: " * 2000)))
     elif kind == 6:
         at = rng.randrange(len(lines))
-        lines[at] = f"{lines[at].split(':')[0]}: {rng.choice(WORDS)}\n"
+        lines[at] = f"{lines[at].split(':')[0]}: {rng.choice(TEXTS)}\n"
     else:
         lines *= rng.choice((2, 60, 1000))
     return "".join(lines), []
 
 
 def mutate_overrides(rng: random.Random, base: Base) -> Mutant:
-    """Overrides with keys that are none."""
+    """Add overrides with invalid keys."""
     key = dotted(rng.choice(all_keys()))
     at = rng.randrange(len(key))
     options = "reward.options" + ".a" * rng.choice((3, 47, 60, 5000))
     strange = key[: at + 1] + rng.choice("abc._- ü\udc80\x1b") + key[at:]
     keys = (key[:at] + key[at + 1 :], strange, f"{key}.{key}", f".{key}", key.upper(), key.split(".")[-1], options)
     name, equals = rng.choice((*keys, "", "=", "x" * 9000)), rng.choice(("=", "=", "=", "", "==", ": "))
-    first = f"{name}{equals}{rng.choice(NUMBERS + WORDS)}"
-    return base.text, [first, *([f"{key}={rng.choice(WORDS)}"] if rng.random() < 0.3 else [])]
+    first = f"{name}{equals}{rng.choice(NUMBERS + TEXTS)}"
+    return base.text, [first, *([f"{key}={rng.choice(TEXTS)}"] if rng.random() < 0.3 else [])]
 
 
 MUTATORS: tuple[Callable[[random.Random, Base], Mutant], ...] = (
@@ -185,7 +185,7 @@ MUTATORS: tuple[Callable[[random.Random, Base], Mutant], ...] = (
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in a block that computes for longer; a busy machine does not count."""
+    """Raise TimeoutError if the block uses more CPU time than the limit. Time of other processes does not count."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"more than {seconds:g} seconds")
@@ -200,32 +200,32 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def run_mutant(path: Path, overrides: list[str]) -> tuple[int, str]:
-    """Plan a mutated configuration on two devices; the exit code and what was said on stderr."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), cpu_limit(LIMIT_SECONDS):
+    """Plan a mutated configuration on two devices. Return the exit code and the text on stderr."""
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()), cpu_limit(LIMIT_SECONDS):
         try:
             code = main(["plan", str(path), *overrides, "--gpus", "2"])
-        except SystemExit as refusal:  # of argparse, for an override that begins like an option
-            assert (refusal.code, said.getvalue()[:6]) == (2, "usage:")
+        except SystemExit as refusal:  # argparse exits for an override that begins like an option
+            assert (refusal.code, output.getvalue()[:6]) == (2, "usage:")
             return 2, "megappo: error: usage"
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 def check_mutant(number: int, bases: list[Base], path: Path) -> int:
-    """Mutate, run, and look at the answer; returns the exit code."""
+    """Mutate a configuration, run the command, and check its output. Return the exit code."""
     rng = random.Random(f"{SEED}/{number}")
     text, overrides = MUTATORS[number % len(MUTATORS)](rng, rng.choice(bases))
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    code, said = run_mutant(path, overrides)
-    assert len(said) < MOST_SAID_CHARACTERS, number
+    code, output = run_mutant(path, overrides)
+    assert len(output) < MAX_OUTPUT_CHARACTERS, number
     if code == 2:
-        assert said, number
-        for line in said.splitlines():
+        assert output, number
+        for line in output.splitlines():
             assert line.startswith("megappo: error: "), (number, line)
             assert len(line) < 5000, (number, line)
             assert line.isprintable(), (number, line)
     else:
-        assert said == "", (number, said)
+        assert output == "", (number, output)
         config = load_config(path, overrides)
         save_config(config, path)
         assert load_config(path) == config, number
@@ -233,7 +233,7 @@ def check_mutant(number: int, bases: list[Base], path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_mutated_configurations_are_accepted_or_refused_in_sentences(bases: list[Base], tmp_path: Path) -> None:
+def test_mutated_configurations_are_accepted_or_refused(bases: list[Base], tmp_path: Path) -> None:
     codes = [check_mutant(number, bases, tmp_path / "mutant.yaml") for number in range(MUTATIONS)]
     assert set(codes) <= {0, 1, 2}
     assert codes.count(2) > MUTATIONS // 3

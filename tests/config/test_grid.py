@@ -1,4 +1,4 @@
-"""Every rank has one place in its role's grid, and one group of each kind."""
+"""Every rank has one place in the grid of its role, and one group of each kind."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def grids(draw: st.DrawFn) -> Grid:
     return Grid(range(first, first + stage * pp), tp, pp, ep, cp)
 
 
-def test_a_grid_by_hand() -> None:
-    """Two replicas of two stages of two tensor ranks, and experts over four ranks."""
+def test_grid_by_hand() -> None:
+    """The grid has two replicas of two stages of two tensor ranks, and experts on four ranks."""
     grid = Grid((3, 4, 5, 6, 7, 8, 9, 10), tp=2, pp=2, ep=4)
     assert (grid.dp, grid.model_ranks, grid.expert_replicas, grid.replicas_in_step) == (2, 4, 1, True)
     assert grid.tensor_groups == [[3, 4], [5, 6], [7, 8], [9, 10]]
@@ -31,8 +31,9 @@ def test_a_grid_by_hand() -> None:
     assert not Grid((0, 1, 2, 3), tp=4, pp=1, ep=2).replicas_in_step
 
 
-def test_a_grid_with_context_ranks_by_hand() -> None:
-    """One replica of two stages, whose tokens two pairs of tensor ranks share out, and experts over these four."""
+def test_grid_with_context_ranks_by_hand() -> None:
+    """The grid has one replica of two stages. Two pairs of tensor ranks share the tokens of a stage, and all four ranks
+    share the experts."""
     grid = Grid(range(8), tp=2, pp=2, ep=4, cp=2)
     assert (grid.dp, grid.copies, grid.model_ranks, grid.expert_replicas, grid.replicas_in_step) == (1, 2, 8, 1, False)
     assert grid.tensor_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -42,14 +43,14 @@ def test_a_grid_with_context_ranks_by_hand() -> None:
     assert grid.model_groups == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert grid.data_groups == grid.context_groups  # one replica
     assert (grid.output_rank(0), grid.place(7), grid.expert_owner(1, 3)) == (4, (0, 1, 1, 1), 7)
-    assert [grid.first_copy(0, c) for c in range(2)] == [(0, 0), (0, 1)]  # they hold other experts
+    assert [grid.first_copy(0, c) for c in range(2)] == [(0, 0), (0, 1)]  # the context ranks have different experts
     two = Grid(range(8), tp=2, pp=1, ep=2, cp=2)
     assert two.first_copy(1, 1) == (0, 0) and two.data_groups == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert Grid(range(8), tp=2, pp=1, ep=8, cp=2).first_copy(1, 1) == (1, 1)
 
 
 @given(grids())
-def test_groups_of_a_kind_share_out_the_ranks(grid: Grid) -> None:
+def test_groups_of_a_kind_cover_all_ranks(grid: Grid) -> None:
     shared = (grid.tensor_groups, grid.context_groups, grid.tensor_context_groups, grid.pipeline_groups)
     for groups in (*shared, grid.model_groups, grid.data_groups, grid.expert_groups):
         assert sorted(rank for group in groups for rank in group) == list(grid.ranks)
@@ -62,7 +63,7 @@ def test_groups_of_a_kind_share_out_the_ranks(grid: Grid) -> None:
 
 
 @given(grids())
-def test_experts_stand_in_the_order_of_their_groups(grid: Grid) -> None:
+def test_experts_are_in_the_order_of_their_groups(grid: Grid) -> None:
     for stage in range(grid.pp):
         groups = grid.expert_groups[stage * grid.expert_replicas : (stage + 1) * grid.expert_replicas]
         assert [grid.expert_owner(stage, e) for e in range(grid.ep)] == groups[0]

@@ -1,4 +1,4 @@
-"""Hub names on machines without network: a sentence at once, or the cache."""
+"""Names of the Hub on machines without a network: an immediate error, or the cache."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ print("answers", json.dumps(answers))
 
 
 def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> list[tuple[int, str]]:
-    """Exit code and stderr of each command, run one after the other without a hub."""
+    """Return the exit code and stderr of each command. The commands run in sequence, without a reachable Hub."""
     variables = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "ALL_PROXY", "RANK", "WORLD_SIZE"):
         variables[name] = ""
     variables = {**os.environ, **variables, **environment}
     variables = {name: value for name, value in variables.items() if value}
-    done = subprocess.run(  # the hub's client reads its variables when it is imported
+    done = subprocess.run(  # the client of the Hub reads its variables at import
         [sys.executable, "-c", EVERY_COMMAND, json.dumps(commands)],
         cwd=ROOT,
         env=variables,
@@ -59,16 +59,15 @@ def answers(tmp_path: Path, commands: list[list[str]], **environment: str) -> li
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "no raw lines of the hub's client"
-    found = json.loads(done.stdout.rpartition("answers")[2])
-    assert all(
-        seconds < 60 for _, _, seconds in found
-    )  # busy machines import slowly; the client tries each file for longer
-    return [(code, said) for code, said, _ in found]
+    assert not re.search("retry|huggingface", done.stderr, re.IGNORECASE), "the output has raw lines of the client"
+    results = json.loads(done.stdout.rpartition("answers")[2])
+    # Busy machines import slowly, and the client retries each file for longer.
+    assert all(seconds < 60 for _, _, seconds in results)
+    return [(code, output) for code, output, _ in results]
 
 
 def put_in_cache(tmp_path: Path, name: str) -> None:
-    """What `hf download` leaves."""
+    """Write the files that `hf download` writes."""
     folder = tmp_path / "hf" / "hub" / f"models--{name.replace('/', '--')}"
     shutil.copytree(MODEL, folder / "snapshots" / "0123abcd")
     (folder / "refs").mkdir()
@@ -77,7 +76,7 @@ def put_in_cache(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> None:
+def test_hub_name_without_network_is_refused_at_once(tmp_path: Path) -> None:
     config, elsewhere = "configs/quickstart.yaml", "model.path=Nobody/Nothing"
     commands = [
         ["plan", config, elsewhere],
@@ -89,17 +88,17 @@ def test_a_hub_name_without_network_is_a_sentence_at_once(tmp_path: Path) -> Non
         *([["serve", config, "rollout.engine=sglang", elsewhere]] if installed_version("sglang") else []),
     ]
     keys = ["model.path", "critic.path", "reference.path", "model.tokenizer", "model.path", "model.path", "model.path"]
-    found = answers(tmp_path, commands)
-    for (code, said), key, words in zip(found, keys, commands, strict=False):
-        assert (code, said.count("\n")) == (2, 1), (words, said)
-        assert said.startswith(f"megappo: error: {key} 'Nobody/Nothing' is no folder"), (words, said)
-        assert "http://127.0.0.1:9 cannot be reached" in said
-        assert "run `hf download Nobody/Nothing` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give" in said
+    results = answers(tmp_path, commands)
+    for (code, output), key, command in zip(results, keys, commands, strict=False):
+        assert (code, output.count("\n")) == (2, 1), (command, output)
+        assert output.startswith(f"megappo: error: {key} 'Nobody/Nothing' is no folder"), (command, output)
+        assert "http://127.0.0.1:9 cannot be reached" in output
+        assert "run `hf download Nobody/Nothing` with the same HF_HOME and set HF_HUB_OFFLINE=1 here, or give" in output
 
 
 @pytest.mark.slow
-def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
-    """Of the revision that is asked for, and of no other."""
+def test_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    """Only the requested revision of the cache is used."""
     put_in_cache(tmp_path, "Some/Model")
     commands = [
         ["plan", "configs/quickstart.yaml", "model.path=Some/Model", "--gpus", "2"],
@@ -108,13 +107,13 @@ def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
         ["plan", "configs/quickstart.yaml", "model.path=Nobody/Nothing"],
         ["plan", "configs/quickstart.yaml", "model.path=Some/Model@v2"],
     ]
-    found = answers(tmp_path, commands, HF_HUB_OFFLINE="1")
-    assert found[:3] == [(0, "")] * 3
-    assert (found[3][0], "HF_HUB_OFFLINE is set" in found[3][1]) == (2, True)
-    assert found[4][0] == 2 and "run `hf download Some/Model --revision v2` with the same HF_HOME" in found[4][1]
+    results = answers(tmp_path, commands, HF_HUB_OFFLINE="1")
+    assert results[:3] == [(0, "")] * 3
+    assert (results[3][0], "HF_HUB_OFFLINE is set" in results[3][1]) == (2, True)
+    assert results[4][0] == 2 and "run `hf download Some/Model --revision v2` with the same HF_HOME" in results[4][1]
 
 
-def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_silent_hub_is_not_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
@@ -127,10 +126,10 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPat
             hub.hub_folder("Some/Model")
 
 
-def test_a_client_that_cannot_be_made_is_the_cause(
+def test_client_error_is_reported_as_the_cause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`does not answer in N seconds` is for a hub that was waited for so long."""
+    """The message `does not answer in N seconds` requires a wait of N seconds."""
     monkeypatch.setenv("ALL_PROXY", "socks4://me:hidden@127.0.0.1:1080")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -146,7 +145,7 @@ def test_a_client_that_cannot_be_made_is_the_cause(
 
 
 class StandIn:
-    """The client of a hub that answers as told; notes how long it would be waited for."""
+    """A client of the Hub with a fixed answer that records the timeouts."""
 
     def __init__(self, answer: Exception | None = None) -> None:
         self.answer, self.patience_seconds = answer, list[float]()
@@ -157,12 +156,10 @@ class StandIn:
             raise self.answer
 
 
-def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_files_extend_the_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     silent = StandIn(hub.http_package().TimeoutException("no answer"))
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: silent)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://silent")  # each is asked once in a process
+    monkeypatch.setattr(constants, "ENDPOINT", "http://silent")  # a process sends one request to each endpoint
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 77)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -174,7 +171,7 @@ def test_what_the_cache_lacks_is_worth_the_patience_that_the_hub_has(
         hub.hub_folder("S/M", weights=True)
     with pytest.raises(ConfigError, match="does not hold it, and http://silent does not answer in 77 s"):
         hub.hub_folder("S/N")
-    assert silent.patience_seconds == [3.0, 77.0]  # once each
+    assert silent.patience_seconds == [3.0, 77.0]  # one request each
 
 
 def test_an_empty_revision_is_refused() -> None:
@@ -187,12 +184,12 @@ def missing() -> Path:
     raise FileNotFoundError
 
 
-def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+def test_snapshot_is_requested_once_without_subfolder_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[dict[str, Any]] = []
 
     def download(name: str, *, revision: str | None, local_files_only: bool = False, **patterns: list[str]) -> str:
         if not local_files_only:
-            asked.append({"name": name, "revision": revision, **patterns})
+            requests.append({"name": name, "revision": revision, **patterns})
         return str(MODEL)
 
     monkeypatch.setattr("huggingface_hub.utils.get_session", StandIn)
@@ -201,11 +198,11 @@ def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypat
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     for key in ("model.path", "critic.path", "the model"):
         assert hub.hub_folder("Asked/Once", key=key, weights=True) == MODEL
-    [patterns] = asked
+    [patterns] = requests
     assert (patterns.pop("name"), patterns.pop("revision")) == ("Asked/Once", None)
     assert hub.hub_folder("Asked/Once@v1.0") == MODEL
-    assert (asked[1]["name"], asked[1]["revision"]) == ("Asked/Once", "v1.0")
-    there = [
+    assert (requests[1]["name"], requests[1]["revision"]) == ("Asked/Once", "v1.0")
+    files = [
         "config.json",
         "a.safetensors",
         "consolidated.safetensors",
@@ -214,4 +211,4 @@ def test_a_snapshot_is_asked_for_once_and_without_copies_in_subfolders(monkeypat
         "metal/b/c.safetensors",
         "original/tokenizer.model",
     ]
-    assert list(filter_repo_objects(there, **patterns)) == ["config.json", "a.safetensors", "original/tokenizer.model"]
+    assert list(filter_repo_objects(files, **patterns)) == ["config.json", "a.safetensors", "original/tokenizer.model"]

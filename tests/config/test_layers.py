@@ -1,4 +1,4 @@
-"""Several files of settings, one laid over the other."""
+"""Several configuration files, of which later ones override earlier ones."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ def layer(folder: Path, text: str, name: str = "layer.yaml") -> str:
     return str(folder / name)
 
 
-def test_the_later_one_wins_setting_by_setting(tmp_path: Path) -> None:
+def test_later_files_override_single_settings(tmp_path: Path) -> None:
     base = load_config(BASE)
     first = layer(tmp_path, "actor: {optimizer: {learning_rate: 3.0e-4}}\nreference: {}\n", "first.yaml")
     second = layer(tmp_path, "actor: {epochs: 3, optimizer: {}}\nalgorithm: {gamma: 0.5}\n", "second.yml")
     config = load_config(BASE, ["algorithm.gamma=0.25", first, "actor.epochs=7", second, "actor.optimizer.beta1=0.5"])
     optimizer = base.actor.optimizer.model_copy(update={"learning_rate": 3.0e-4, "beta1": 0.5})
-    assert config.actor.optimizer == optimizer, "an empty section takes nothing away"
+    assert config.actor.optimizer == optimizer, "an empty section removes no settings"
     assert (config.actor.epochs, config.algorithm.gamma) == (3, 0.5)
     assert config.reference is not None and config.critic == base.critic
     assert load_config(BASE, [second, "actor.epochs=7"]).actor.epochs == 7
 
 
-def test_the_record_names_the_files_in_their_order(tmp_path: Path) -> None:
-    """What a run writes of its settings gives equal ones, names of files among them, also below another layer."""
+def test_run_record_lists_the_files_in_order(tmp_path: Path) -> None:
+    """The saved settings of a run load as equal settings, including the names of files, also with another file on
+    top."""
     first, second = (layer(tmp_path, f"actor: {{epochs: {n}}}", f"{n}.yaml") for n in (2, 3))
     config = load_config(BASE, [second, "actor.epochs=9", first])
     assert config.run.files == (str(BASE), second, first) and config.actor.epochs == 2
@@ -42,24 +43,24 @@ def test_the_record_names_the_files_in_their_order(tmp_path: Path) -> None:
     assert shown["settings"] == f"{BASE}, then {second}, then {first}"
 
 
-def test_a_mapping_of_ones_own_names_is_one_value(tmp_path: Path) -> None:
+def test_mapping_with_custom_names_is_one_value(tmp_path: Path) -> None:
     other = layer(tmp_path, "reward: {function: 'm:f', options: {b: 2}}")
     config = load_config(BASE, ["reward.function=m:f", "reward.options={a: 1}", other])
     assert config.reward.options == {"b": 2}
 
 
-def test_a_length_takes_the_place_of_the_other(tmp_path: Path) -> None:
+def test_length_replaces_the_alternative_length(tmp_path: Path) -> None:
     run = load_config(BASE, [layer(tmp_path, "run: {epochs: 2}")]).run
     assert (run.steps, run.epochs) == (None, 2)
 
 
-def test_functions_of_a_layer_stand_beside_it(tmp_path: Path) -> None:
+def test_functions_are_searched_next_to_their_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
-    given = layer(tmp_path, "reward: {function: 'mine.py:f'}")
-    assert load_config(BASE, [given]).reward.function == f"{tmp_path / 'mine.py'}:f"
+    overlay = layer(tmp_path, "reward: {function: 'mine.py:f'}")
+    assert load_config(BASE, [overlay]).reward.function == f"{tmp_path / 'mine.py'}:f"
 
 
-def test_a_critic_that_a_layer_removes(tmp_path: Path) -> None:
+def test_layer_can_remove_the_critic(tmp_path: Path) -> None:
     config = load_config(BASE, [layer(tmp_path, "critic: null\nalgorithm: {estimator: grpo}")])
     assert config.critic is None
 
@@ -73,12 +74,12 @@ def test_a_critic_that_a_layer_removes(tmp_path: Path) -> None:
         ("actor: 3", "actor is 3"),
     ],
 )
-def test_a_mistake_in_a_layer_is_a_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+def test_mistakes_in_a_layer_are_reported(text: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(BASE, [layer(tmp_path, text)])
     assert sentence in str(caught.value)
 
 
-def test_a_layer_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_layer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(BASE), str(tmp_path / "nowhere.yaml"), "--machine", "cpu", "--gpus", "2"]) == 2
     assert f"there is no file {tmp_path / 'nowhere.yaml'}" in capsys.readouterr().err

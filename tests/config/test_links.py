@@ -60,13 +60,13 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_broken_link_is_reported(name: str, tmp_path: Path) -> None:
+def test_broken_link_is_reported(name: str, tmp_path: Path) -> None:
     path = dangling(tmp_path / "folder" / name)
     with pytest.raises(ValueError, match=sentence_on(path)):
         READERS[name](path)
 
 
-def test_a_shard_that_is_a_broken_link_is_reported(tmp_path: Path) -> None:
+def test_broken_link_of_a_shard_is_reported(tmp_path: Path) -> None:
     shard = dangling(tmp_path / "folder" / "model-00001-of-00001.safetensors")
     (shard.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard.name}}))
     with pytest.raises(ValueError, match=sentence_on(shard)):
@@ -76,13 +76,13 @@ def test_a_shard_that_is_a_broken_link_is_reported(tmp_path: Path) -> None:
         counted_files(shard.parent)
 
 
-def test_a_reward_model_behind_a_broken_link_is_reported(tmp_path: Path) -> None:
+def test_broken_link_to_a_reward_model_is_reported(tmp_path: Path) -> None:
     path = dangling(tmp_path / "model")
     (problem,) = reward_rules(RewardSettings(function="model", model_path=str(path)))
     assert re.match("reward.model_path: " + sentence_on(path), problem)
 
 
-def test_a_tokenizer_with_a_broken_link_is_reported(tmp_path: Path) -> None:
+def test_broken_link_in_a_tokenizer_is_reported(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(TINY, tmp_path / "model"))
     config = load_config(BASE, [f"model.path={folder}"])
     dangling(folder / "vocab.txt")
@@ -92,7 +92,7 @@ def test_a_tokenizer_with_a_broken_link_is_reported(tmp_path: Path) -> None:
         load_tokenizer(config)
 
 
-def test_a_broken_link_to_a_parent_folder_is_found(tmp_path: Path) -> None:
+def test_broken_link_to_a_parent_folder_is_detected(tmp_path: Path) -> None:
     folder = dangling(tmp_path / "models")
     assert re.match(sentence_on(folder), link_to_nothing(folder / "one" / "config.json"))
     assert link_to_nothing(tmp_path / "nowhere" / "file") == ""

@@ -1,4 +1,4 @@
-"""YAML, overrides, validation sentences, round trip."""
+"""Reading of YAML and overrides, messages of the validation, and the round trip."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.quick import cases
 SETTINGS: dict[str, Any] = parse_yaml(BASE.read_text(), "base")
 REMOVED = object()
 BOUNDED = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-"""What pydantic calls a value of the right kind that is too small or too large."""
+"""Types of pydantic errors for a value that has the correct type but is too small or too large."""
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """The base with dotted keys set or removed."""
+    """Return the base settings with dotted keys set or removed."""
     data = copy.deepcopy(SETTINGS)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -45,7 +45,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(tmp_path: Path, changes: dict[str, Any]) -> Path:
-    """A YAML file of the changed base."""
+    """Write a YAML file of the changed base settings."""
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(changed(changes)))
     return path
@@ -177,16 +177,18 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), MALFORMED, ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
-def test_malformed(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "fragments"), MALFORMED, ids=lambda v: next(iter(v)) if isinstance(v, dict) else ""
+)
+def test_malformed(tmp_path: Path, changes: dict[str, Any], fragments: list[str]) -> None:
     error = refusal(tmp_path, changes)
     assert len(error.problems) == 1, error.problems
     assert "\n" not in error.problems[0]
-    for word in words:
+    for word in fragments:
         assert word in error.problems[0]
 
 
-def test_every_problem_has_its_sentence(tmp_path: Path) -> None:
+def test_every_problem_is_reported(tmp_path: Path) -> None:
     error = refusal(tmp_path, {"run.steps": 0, "actor.epoch": 1, "runtime.device": "tpu"})
     assert len(error.problems) == 3
     assert str(error).splitlines() == list(error.problems)
@@ -208,13 +210,13 @@ TEXTS: list[tuple[str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), TEXTS)
-def test_unreadable_yaml(tmp_path: Path, text: str, words: list[str]) -> None:
+@pytest.mark.parametrize(("text", "fragments"), TEXTS)
+def test_unreadable_yaml(tmp_path: Path, text: str, fragments: list[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    for word in words:
+    for word in fragments:
         assert word in str(caught.value)
 
 
@@ -236,7 +238,7 @@ def test_yaml_core_schema() -> None:
 
 
 @pytest.mark.parametrize("value", ["1e-5", "010", "no", "0o7", "null", "", "~", "2026-01-02", "a: b", "ü\n#"])
-def test_text_stays_text_for_both_yaml_versions(value: str) -> None:
+def test_text_is_text_for_both_yaml_versions(value: str) -> None:
     text = dump_yaml({"key": value})
     assert parse_yaml(text, "text") == {"key": value}
     assert yaml.safe_load(text) == {"key": value}
@@ -283,18 +285,18 @@ def test_overrides(tmp_path: Path) -> None:
         ("data.system_prompt", "Answer with a number.\u00a0#"),
     ],
 )
-def test_plain_text_of_an_override_is_kept_as_a_whole(tmp_path: Path, key: str, text: str) -> None:
+def test_plain_text_of_an_override_is_not_split(tmp_path: Path, key: str, text: str) -> None:
     config = load_config(written(tmp_path, {}), [f"{key}={text}"])
     assert dict(flat_settings(config.model_dump(mode="json")))[key] == text
 
 
-def test_an_override_with_multiple_lines_can_contain_comments(tmp_path: Path) -> None:
+def test_override_with_multiple_lines_can_contain_comments(tmp_path: Path) -> None:
     text = "# of a file\nfunction: exact # the rule\nworkers: 3\n"
     reward = load_config(written(tmp_path, {}), [f"reward={text}"]).reward
     assert (reward.function, reward.workers) == ("exact", 3)
 
 
-def test_an_override_of_the_length_replaces_the_other_kind(tmp_path: Path) -> None:
+def test_override_of_the_length_replaces_the_alternative(tmp_path: Path) -> None:
     run = load_config(written(tmp_path, {}), ["run.epochs=2"]).run
     assert (run.steps, run.epochs) == (None, 2)
     run = load_config(written(tmp_path, {"run.steps": REMOVED, "run.epochs": 2}), ["run.steps=3"]).run
@@ -304,7 +306,7 @@ def test_an_override_of_the_length_replaces_the_other_kind(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "fragments"),
     [
         ("run.steps", ["'run.steps' must have the form section.key=value"]),
         ("=3", ["must have the form"]),
@@ -328,14 +330,14 @@ def test_an_override_of_the_length_replaces_the_other_kind(tmp_path: Path) -> No
         ("critic.optimizer=3", ["critic.optimizer is 3, must be a section"]),
     ],
 )
-def test_bad_overrides(tmp_path: Path, override: str, words: list[str]) -> None:
+def test_bad_overrides(tmp_path: Path, override: str, fragments: list[str]) -> None:
     error = refusal(tmp_path, {}, override)
     assert len(error.problems) == 1
-    for word in words:
+    for word in fragments:
         assert word in error.problems[0]
 
 
-def test_override_inside_a_value_that_is_no_section(tmp_path: Path) -> None:
+def test_override_inside_a_plain_value_is_refused(tmp_path: Path) -> None:
     assert "actor is 3, must be a section with layout" in str(refusal(tmp_path, {"actor": 3}, "actor.epochs=2"))
 
 
@@ -403,19 +405,20 @@ ABSURD = {
 
 @pytest.mark.parametrize("case", ABSURD)
 def test_absurd_settings_are_refused_at_once(tmp_path: Path, case: str) -> None:
-    text, words = ABSURD[case]
+    text, message = ABSURD[case]
     path = tmp_path / "absurd.yaml"
     path.write_text(text)
     before = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert time.process_time() - before < 2
-    assert any(words in problem for problem in caught.value.problems), caught.value.problems[:3]
+    assert any(message in problem for problem in caught.value.problems), caught.value.problems[:3]
     assert len(str(caught.value)) < 10_000
 
 
-def test_every_number_of_the_settings_has_an_upper_bound() -> None:
-    """Take the types of megappo.config.base in place of pydantic's: what has no bound is a hang or a traceback."""
+def test_every_number_in_settings_has_an_upper_bound() -> None:
+    """Settings must use the types of megappo.config.base, not the types of pydantic. A number without a bound can cause
+    a hang or a traceback."""
 
     def walk(schema: dict[str, Any], where: str) -> None:
         if schema.get("type") in ("integer", "number"):
@@ -428,28 +431,29 @@ def test_every_number_of_the_settings_has_an_upper_bound() -> None:
     walk(Config.model_json_schema(), "")
 
 
-def test_divisors_take_the_square_root_in_steps() -> None:
+def test_divisors_are_computed_quickly() -> None:
     before = time.process_time()
-    found = divisors(2**24 * 65535)
+    numbers = divisors(2**24 * 65535)
     assert time.process_time() - before < 1
-    assert (found[:4], found[-1], len(found)) == ([1, 2, 3, 4], 2**24 * 65535, 25 * 16)
+    assert (numbers[:4], numbers[-1], len(numbers)) == ([1, 2, 3, 4], 2**24 * 65535, 25 * 16)
     assert [divisors(n) for n in (1, 7, 12, 36)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "/tmp/x", "a/../b", "a//b", "a/"])
-def test_a_run_stays_in_runs(tmp_path: Path, name: str) -> None:
+def test_run_directory_is_below_runs(tmp_path: Path, name: str) -> None:
     assert f"run.name: '{name}' is not a folder below runs/" in str(refusal(tmp_path, {"run.name": name}))
     assert load_config(written(tmp_path, {"run.name": "group/x..y"})).run.path == Path("runs/group/x..y")
 
 
-def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
     problems = refusal(tmp_path, {"algorithm.estimator": "\x1b[2J"}).problems
     assert "algorithm.estimator: '\\x1b[2J'" in problems[0]
 
 
 @pytest.mark.parametrize("value", cases([2, 0.5, True, "word", [1], {}], quick=("word",)), ids=str)
-def test_what_is_suggested_takes_the_value(value: JSONValue) -> None:
-    """Names of settings in every other section, where another one is suggested: none that refuses such values."""
+def test_suggested_settings_accept_the_value(value: JSONValue) -> None:
+    """Names of settings are tried in every other section. If another setting is suggested, that setting must accept the
+    value."""
     sections = [(), *(key for key in all_keys() if (f := find_field(key)) is not None and section_of(f) is not None)]
     names = [*sorted({key[-1] for key in all_keys()})[::4], "weight", "samples", "pass_at"]
     suggested = set()
@@ -491,24 +495,24 @@ def test_every_setting_is_described() -> None:
     assert set(Config.model_fields) >= {"run", "actor", "critic", "rollout", "algorithm"}
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
-def test_settings_that_find_no_room_name_their_file(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_full_disk_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device \(.*free of .*\): '{tmp_path}/config.yaml'"):
         save_config(load_config(BASE), tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("name", ["configs/models/nothing", "./nothing", "../a/b", "a/b/c"])
-def test_a_folder_that_is_not_there_is_no_name_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its parent is a folder here it was meant so, for models and for tokenizers; somebody else may have the name
-    there."""
+def test_missing_folder_is_not_a_hub_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the parent of the path is a folder, the path is a local path, for models and for tokenizers. Another user can
+    own the same name on the Hub."""
     monkeypatch.chdir(ROOT / "configs" if name.startswith("configs/") else ROOT)
     with pytest.raises(ConfigError, match="there is no such folder"):
         hub_folder(name.removeprefix("configs/"), key="model.tokenizer")
 
 
-def test_servers_elsewhere_take_the_place_of_own_ones() -> None:
-    """As the head of the shipped configuration says it; but not of those that are asked for beside them."""
+def test_external_servers_replace_own_servers() -> None:
+    """The shipped configuration documents the override. An explicit number of own servers is refused."""
     config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.sglang.urls=['http://a:30000']"
     servers = load_config(config, [urls]).rollout.servers
     assert servers.urls == ("http://a:30000",) and servers.engines is None

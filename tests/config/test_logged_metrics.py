@@ -78,7 +78,7 @@ LOADED = ("rollout.load_from=nowhere", "evaluation=null")
         ((), "nothing", False),
     ],
 )
-def test_the_metric_is_logged(overrides: tuple[str, ...], metric: str, logs: bool) -> None:
+def test_metric_is_logged_with_the_settings(overrides: tuple[str, ...], metric: str, logs: bool) -> None:
     config = load_config(BASE, [*overrides, f"checkpoint.keep_best={metric}"])
     problems = list(keep_best_rules(config, None, {"actor": 0, "critic": 0}))
     assert (problems == []) == logs, problems
@@ -88,7 +88,7 @@ def test_the_metric_is_logged(overrides: tuple[str, ...], metric: str, logs: boo
         assert len(named) == 3 and set(named) <= set(logged_metrics(config, {"actor": 0, "critic": 0}))
 
 
-def test_the_error_names_what_the_metric_needs() -> None:
+def test_error_names_the_required_setting() -> None:
     config = load_config(BASE, ["checkpoint.keep_best=episode/turns"])
     (problem,) = keep_best_rules(config, None)
     assert "is logged only with rollout.environment; change the settings, or choose a different metric; the" in problem
@@ -101,13 +101,13 @@ def test_the_error_names_what_the_metric_needs() -> None:
         ((*BYPASS, "algorithm.mismatch_every_steps=4", "checkpoint.every_steps=5"), "mismatch/mean", True),
         (("critic.warmup_steps=10",), "actor/loss", False),
         (("critic.warmup_steps=9",), "actor/loss", True),
-        (("checkpoint.every_steps=3",), "time/checkpoint", True),  # step 10 follows that of step 9
+        (("checkpoint.every_steps=3",), "time/checkpoint", True),  # step 10 also has a checkpoint
         (("checkpoint.every_steps=4",), "time/checkpoint", False),
         (("checkpoint.huggingface_every_steps=9",), "time/export", True),
         (("checkpoint.huggingface_every_steps=4",), "time/export", False),
     ],
 )
-def test_a_step_with_a_checkpoint_logs_the_metric(overrides: tuple[str, ...], metric: str, logs: bool) -> None:
+def test_steps_with_checkpoints_log_the_metric(overrides: tuple[str, ...], metric: str, logs: bool) -> None:
     config = load_config(BASE, ["checkpoint.every_steps=10", *overrides, f"checkpoint.keep_best={metric}"])
     problems = list(keep_best_rules(config, 10))
     assert (problems == []) == logs

@@ -1,4 +1,4 @@
-"""What people type who come from verl, slime, OpenRLHF, NeMo-RL or TRL gets our name, and what differs."""
+"""Names of verl, slime, OpenRLHF, NeMo-RL and TRL are answered with the settings of megappo and their differences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.support.places import BASE
 
 
 def test_every_answer_contains_a_setting_or_a_reason() -> None:
-    for name, found in [item for answers in (NAMES, *TRAINERS.values()) for item in answers.items()]:
-        assert found.keys or found.note, name
-        for key in found.keys:
+    for name, answer in [item for answers in (NAMES, *TRAINERS.values()) for item in answers.items()]:
+        assert answer.keys or answer.note, name
+        for key in answer.keys:
             for role in ("actor", "critic"):
                 assert find_field(tuple(key.replace(ROLE, role).split("."))) is not None, (name, key)
 
 
-def test_a_setting_of_megappo_is_not_mistaken_for_a_foreign_name() -> None:
+def test_own_setting_is_not_a_foreign_name() -> None:
     """If a name of megappo has a different meaning in other trainers, the answer contains both settings."""
     ours = {key[-1] for key in all_keys()}
     both = ours & NAMES.keys()
@@ -28,18 +28,18 @@ def test_a_setting_of_megappo_is_not_mistaken_for_a_foreign_name() -> None:
     assert all(any(key.endswith(f".{name}") for key in NAMES[name].keys) for name in both)
 
 
-def test_the_role_is_that_of_the_section() -> None:
+def test_answer_uses_the_role_of_the_section() -> None:
     for section, expected in (
         (("critic",), ["critic.optimizer.learning_rate"]),
         (("actor", "optimizer"), ["actor.optimizer.learning_rate"]),
         ((), ["actor.optimizer.learning_rate", "critic.optimizer.learning_rate"]),
     ):
-        found = counterpart(section, "LR")
-        assert found is not None and list(found.keys) == expected
+        match = counterpart(section, "LR")
+        assert match is not None and list(match.keys) == expected
 
 
-def test_a_misspelt_name_of_the_section_comes_first() -> None:
-    """`beta` is GRPO's weight of the KL in TRL, but not in an optimizer."""
+def test_misspelt_name_of_the_section_comes_first() -> None:
+    """In TRL, `beta` is the coefficient of the KL term. In an optimizer, `beta` has a different meaning."""
     with pytest.raises(ConfigError, match="did you mean actor.optimizer.beta[12]"):
         load_config(BASE, ["actor.optimizer.beta=0.9"])
     with pytest.raises(ConfigError, match="algorithm.kl_in_loss.coef"):
@@ -99,17 +99,17 @@ TYPED = {
 
 
 @pytest.mark.parametrize("override", TYPED)
-def test_what_others_type_gets_our_name(override: str) -> None:
-    with pytest.raises(ConfigError) as told:
+def test_names_of_other_trainers_are_answered(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
         load_config(BASE, [override])
-    assert TYPED[override] in str(told.value)
+    assert TYPED[override] in str(error.value)
 
 
-def test_each_setting_of_anothers_section_gets_a_sentence() -> None:
+def test_each_setting_in_a_foreign_section_is_reported() -> None:
     block = "actor_rollout_ref={actor: {optim: {lr: 1.0e-6}}, rollout: {name: vllm, foo: 3}}"
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         load_config(BASE, [block])
-    assert [problem.split(": ", 2)[2].partition("actor_rollout_ref.")[2] for problem in told.value.problems] == [
+    assert [problem.split(": ", 2)[2].partition("actor_rollout_ref.")[2] for problem in error.value.problems] == [
         "actor.optim.lr is not a setting; did you mean actor.optimizer.learning_rate?",
         "rollout.name is not a setting; did you mean rollout.engine?",
         "rollout.foo is not a setting; `megappo settings` lists what there is",

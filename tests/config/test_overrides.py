@@ -22,7 +22,7 @@ def problems(*overrides: str, path: Path = BASE) -> tuple[str, ...]:
 
 
 def test_all_wrong_overrides_are_reported() -> None:
-    found = problems(
+    reported = problems(
         "run.stps=3",
         "nonsense",
         "actor.epochs=[1",
@@ -31,22 +31,22 @@ def test_all_wrong_overrides_are_reported() -> None:
         "no_such_file.yaml",
         "actor.clipp=1",
     )
-    assert len(found) == 7
+    assert len(reported) == 7
     for part in ("did you mean run.steps", "'nonsense' must have the form", "'actor.epochs=[1'", "run.seed is a value",
                  "rollout.temperature is 'hot'", "there is no file no_such_file.yaml", "actor.clipp"):  # fmt: skip
-        assert sum(part in sentence for sentence in found) == 1, part
+        assert sum(part in sentence for sentence in reported) == 1, part
 
 
-def test_the_file_is_checked_with_wrong_overrides(tmp_path: Path) -> None:
+def test_file_is_checked_together_with_wrong_overrides(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(BASE.read_text().replace("steps:", "stepps:") + "\nevaluaton: {every_steps: 3}\n")
-    found = problems("rollout.temprature=0.5", path=file)
-    assert any("did you mean rollout.temperature" in sentence for sentence in found)
-    assert any("did you mean run.steps" in sentence for sentence in found)
-    assert any("did you mean evaluation" in sentence for sentence in found)
+    reported = problems("rollout.temprature=0.5", path=file)
+    assert any("did you mean rollout.temperature" in sentence for sentence in reported)
+    assert any("did you mean run.steps" in sentence for sentence in reported)
+    assert any("did you mean evaluation" in sentence for sentence in reported)
 
 
-def test_what_follows_from_a_wrong_override_is_no_problem_of_its_own(tmp_path: Path) -> None:
+def test_consequences_of_a_wrong_override_are_not_reported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(re.sub(r"\bsteps: \d+, ", "", BASE.read_text()))
     (problem,) = problems("run.stps=3", path=file)
@@ -83,7 +83,7 @@ def test_secrets_are_refused_alone() -> None:
         ("data.train=[a, b]", "{source: TEXT}", "data.train.source=TEXT"),
     ],
 )
-def test_a_value_in_place_of_a_section_gets_an_example(override: str, section: str, written: str) -> None:
+def test_value_for_a_section_gets_an_example(override: str, section: str, written: str) -> None:
     (problem,) = problems(override)
     assert problem.endswith(f", such as {section}; as an override write {written}")
 
@@ -108,6 +108,6 @@ def test_examples_of_sections_contain_valid_settings(value: str) -> None:
                 if example:
                     examples += 1
                     assert isinstance(parse_yaml(example, "the example"), dict)
-                    words = [word.partition("=")[0].split(".") for word in shlex.split(override)]
-                    assert words and all(find_field(tuple(word)) is not None for word in words)
+                    keys = [part.partition("=")[0].split(".") for part in shlex.split(override)]
+                    assert keys and all(find_field(tuple(part)) is not None for part in keys)
     assert examples > 10

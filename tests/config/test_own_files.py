@@ -1,4 +1,4 @@
-"""Functions of yours in a file, as `path/to/file.py:function`."""
+"""Custom functions in a file, with the form `path/to/file.py:function`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Once:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a configuration, a file of functions beside it, and what that imports."""
+    """Return a folder with a configuration, a file of functions, and a module that the file imports."""
     made = tmp_path / "experiment"
     made.mkdir()
     (made / "run.yaml").write_text(BASE.read_text())
@@ -55,12 +55,12 @@ def reward_of(folder: Path, name: str) -> str | None:
     return load_config(folder / "run.yaml", [f"reward.function={name}"]).reward.function
 
 
-def test_the_file_stands_beside_the_configuration_or_where_the_command_starts(
+def test_files_are_searched_next_to_the_configuration_first(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").write_text(MINE)
-    (tmp_path / "mine.py").write_text("raise SystemExit('the one beside the configuration comes first')")
+    (tmp_path / "mine.py").write_text("raise SystemExit('the file next to the configuration comes first')")
     assert reward_of(folder, "mine.py:reward") == f"{folder / 'mine.py'}:reward"
     assert reward_of(folder, "here.py:reward") == f"{tmp_path / 'here.py'}:reward"
     assert reward_of(folder, f"{folder / 'mine.py'}:reward") == f"{folder / 'mine.py'}:reward"
@@ -68,7 +68,7 @@ def test_the_file_stands_beside_the_configuration_or_where_the_command_starts(
     assert reward_of(folder, "math_verify") == "math_verify"
 
 
-def test_a_file_that_is_a_key_is_found_too(folder: Path) -> None:
+def test_file_as_a_key_is_resolved(folder: Path) -> None:
     config = load_config(folder / "run.yaml", ["logging.loggers={'mine.py:Once': {a: 1}}"])
     assert config.logging.loggers == {f"{folder / 'mine.py'}:Once": {"a": 1}}
     assert list(own_files(config.model_dump(mode="json"))) == [str(folder / "mine.py")]
@@ -92,15 +92,15 @@ def test_rewards_prompts_losses_and_environments_come_from_a_file(folder: Path) 
     check_methods(config)
     pool = RewardPool(config.reward)
     try:
-        asked = [RewardRequest("1+1=", said, said, "2", {}) for said in ("2", "3")]
-        assert pool.run(asked).scores.tolist() == [1.0, 0.0]
+        requests = [RewardRequest("1+1=", response, response, "2", {}) for response in ("2", "3")]
+        assert pool.run(requests).scores.tolist() == [1.0, 0.0]
     finally:
         pool.close()
     digest = hashlib.sha256(MINE.encode()).hexdigest()
     assert own_files(config.model_dump(mode="json")) == {str(folder / "mine.py"): digest}
 
 
-def test_a_file_is_run_once_in_a_process(folder: Path) -> None:
+def test_file_is_run_once_in_a_process(folder: Path) -> None:
     first, second = (load_function(f"{folder / 'mine.py'}:reward", "reward.function") for _ in range(2))
     assert first is second
 
@@ -115,7 +115,7 @@ def test_a_file_is_run_once_in_a_process(folder: Path) -> None:
         ("mine.py:", "write package.module:function or path/to/file.py:function"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(path: str, sentence: str, folder: Path) -> None:
+def test_mistakes_in_a_file_are_reported(path: str, sentence: str, folder: Path) -> None:
     (folder / "broken.py").write_text("1 / 0")
     (folder / "lacking.py").write_text("import not_there")
     known = set(sys.modules)
@@ -124,6 +124,6 @@ def test_what_is_wrong_with_a_file_is_said(path: str, sentence: str, folder: Pat
     assert not any(name.startswith(("broken_", "lacking_")) for name in set(sys.modules) - known)
 
 
-def test_a_mistake_in_the_configuration_is_the_configurations(folder: Path) -> None:
+def test_mistake_in_the_configuration_is_reported_as_such(folder: Path) -> None:
     with pytest.raises(ConfigError, match="must be an import path; write package.module:function or path/to/file.py:"):
         load_config(folder / "run.yaml", ["rollout.generation=mine"])

@@ -44,10 +44,10 @@ WITHOUT_SERVER = ("reward.function=null", "reward.judge.url=http://localhost:1",
 
 
 def value_at(config: Settings, key: str) -> Any:
-    found: Any = config
+    value: Any = config
     for name in key.split("."):
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
-    return found
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_a_tilde_is_the_home_folder(key: str, home: Path) -> None:
+def test_tilde_is_the_home_folder(key: str, home: Path) -> None:
     config = load_config(BASE, [*PATHS[key], f"{key}=~/there/one"])
     assert str(value_at(config, key)) == f"{home}/there/one"
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_a_variable_in_a_path_is_refused(key: str, home: Path) -> None:
+def test_variable_in_a_path_is_refused(key: str, home: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(BASE, [*PATHS[key], f"{key}=${{SCRATCH}}/one"])
     (problem,) = refused.value.problems
@@ -79,7 +79,7 @@ def test_every_form_of_a_variable_is_refused(text: str, home: Path) -> None:
         load_config(BASE, [f"run.directory={text}"])
 
 
-def test_a_dollar_sign_in_the_name_of_an_existing_folder_is_no_variable(tmp_path: Path) -> None:
+def test_dollar_sign_in_an_existing_folder_is_no_variable(tmp_path: Path) -> None:
     folder = tmp_path / "a$b"
     with pytest.raises(ConfigError, match=r"has the variable \$b"):
         load_config(BASE, [f"run.directory={folder}/run"])
@@ -99,7 +99,7 @@ def test_another_users_home_is_found() -> None:
 
 
 @pytest.mark.parametrize("path", ["costs-$.jsonl", "a~b/c.jsonl", "./~x.jsonl"])
-def test_other_names_stay_as_they_are(path: str, home: Path) -> None:
+def test_other_names_are_not_changed(path: str, home: Path) -> None:
     train = load_config(BASE, [f"data.train.source={path}"]).data.train
     assert train is not None and train.source == path
 
@@ -109,7 +109,7 @@ def test_a_folder_behind_datasets_is_expanded(home: Path) -> None:
     assert train is not None and train.source == f"datasets:{home}/sums:train"
 
 
-def test_a_name_that_a_remote_server_knows_is_no_path(home: Path) -> None:
+def test_name_on_a_remote_server_is_no_path(home: Path) -> None:
     overrides = (*WITHOUT_SERVER, PROMPT, "reward.judge.model=~maker/newest")
     judge = load_config(BASE, overrides).reward.judge
     assert judge is not None and judge.model == "~maker/newest"
@@ -146,7 +146,7 @@ def test_configurations_and_machines_are_found_at_home(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["train", "PATH"],
         ["train", "--replay=PATH"],
@@ -165,10 +165,10 @@ def test_configurations_and_machines_are_found_at_home(home: Path) -> None:
         ["init", "--model=PATH"],
     ],
 )
-def test_arguments_that_are_paths(words: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = vars(parse([word.replace("PATH", "~/x.yaml") for word in words])).values()
-    assert f"{home}/x.yaml" in given or ["a", f"{home}/x.yaml"] in given
+def test_path_arguments_are_expanded(arguments: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = vars(parse([word.replace("PATH", "~/x.yaml") for word in arguments])).values()
+    assert f"{home}/x.yaml" in values or ["a", f"{home}/x.yaml"] in values
     with pytest.raises(SystemExit) as ended:
-        parse([word.replace("PATH", "$HOME/x.yaml") for word in words])
+        parse([word.replace("PATH", "$HOME/x.yaml") for word in arguments])
     assert ended.value.code == 2
     assert "'$HOME/x.yaml' has the variable $HOME" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Layers of a pipeline's stages: the choice against all there are, and what Megatron is told."""
+"""The layers of pipeline stages: the choice compared with all alternatives, and the layout for Megatron."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ HEADS_IN_LAYERS = (0.0, 0.4, 1.0, 1.5, 2.0, 5.3)
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `total` as so many numbers above 0."""
+    """Yield every way to write `total` as a sum of `parts` positive numbers."""
     for cuts in itertools.combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
 
 
 def loads(counts: tuple[int, ...], stages: int, head: float) -> list[list[float]]:
-    """Work of each chunk of each stage."""
+    """Return the work of each chunk of each stage."""
     of_chunks = [*counts[:-1], counts[-1] + head]
     return [of_chunks[stage::stages] for stage in range(stages)]
 
 
 @pytest.mark.parametrize("head", HEADS_IN_LAYERS)
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
-def test_balanced_layers_are_the_best_of_all(stages: int, chunks: int, head: float) -> None:
-    """By the stage with most work; among those with the same layers on each stage, by the chunk with most."""
+def test_balanced_layers_are_optimal(stages: int, chunks: int, head: float) -> None:
+    """The stage with the most work is minimal. Among alternatives with equal work on each stage, the largest chunk of
+    each stage is minimal."""
     for layers in range(stages * chunks, 10):
         chosen = balanced_layers(layers, stages, chunks, head_in_layers=head)
         of_stages = loads(chosen, stages, head)
@@ -51,7 +52,7 @@ def test_balanced_layers_are_the_best_of_all(stages: int, chunks: int, head: flo
 @pytest.mark.parametrize(
     ("layers", "stages", "chunks", "head", "counts"),
     [
-        (4, 3, 1, 0.0, (1, 1, 2)),  # the last stage holds fewest microbatches
+        (4, 3, 1, 0.0, (1, 1, 2)),  # the last stage has the fewest microbatches
         (4, 3, 1, 0.1, (1, 2, 1)),
         (5, 3, 1, 0.1, (2, 2, 1)),
         (8, 4, 1, 1.0, (2, 2, 2, 2)),
@@ -65,12 +66,12 @@ def test_balanced_layers_by_hand(layers: int, stages: int, chunks: int, head: fl
 
 
 def test_flops_of_an_update_by_hand() -> None:
-    """Four FLOPs of attention for each channel of the queries and each of 30 tokens, forward; three times as much and
-    what is computed again in all. A language model's head is computed four times."""
+    """Attention has four FLOPs per channel of the queries and per token of 30 in the forward pass. An update has three
+    times the FLOPs of the forward pass, plus the recomputation. The head of a language model is computed four times."""
     mlp = 2 * 3 * HIDDEN * FFN
     kernel = 4 * HEADS * HEAD_DIM * 30
     matrices = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * FFN
-    norms = 2 * HIDDEN + 2 * HEAD_DIM + HIDDEN / LAYERS  # the final one is shared out
+    norms = 2 * HIDDEN + 2 * HEAD_DIM + HIDDEN / LAYERS  # the final norm is divided among the layers
     forward = 2 * (matrices + norms) + kernel
     for recompute, again in (("none", 0), ("selective", kernel + mlp), ("full", forward)):
         layer, head = update_flops(
@@ -81,7 +82,8 @@ def test_flops_of_an_update_by_hand() -> None:
 
 
 def test_settings_choose_the_layers() -> None:
-    """`auto` leaves stages even where they can be; the head of a policy counts as far as responses are long."""
+    """`auto` keeps stages even if possible. The work of the head of a policy is proportional to the share of response
+    tokens."""
 
     def chosen(name: str, layout: str, *more: str, layers: int = 28) -> tuple[int, ...] | None:
         config = load_config(MIDDLE, [f"{name}.layout={{{layout}}}", *more])
@@ -99,8 +101,8 @@ def test_settings_choose_the_layers() -> None:
     assert chosen("actor", balanced, layers=29) == chosen("actor", "pipeline_parallel: 4", layers=29)
 
 
-def test_a_balanced_pipeline_is_planned_faster() -> None:
-    """Where arithmetic decides: the last stage, which computes logits besides, is the slowest of even ones."""
+def test_balanced_pipeline_is_faster_in_the_plan() -> None:
+    """Arithmetic limits the speed. With even stages, the last stage is the slowest, because it also computes logits."""
     model = arch(vocab_size=9 * VOCAB)
     even, better = (role(model, tp=1, dp=1, chunk_layers=layers) for layers in (None, (4, 2)))
     layer, head = update_flops(model, 30, is_critic=False)
@@ -112,15 +114,15 @@ def test_a_balanced_pipeline_is_planned_faster() -> None:
     )
 
 
-def test_megatron_is_told_every_layer_once() -> None:
-    """Chunks follow each other in the order in which a token passes them, whatever stage asks."""
+def test_megatron_gets_every_layer_once() -> None:
+    """Chunks are in the order of the forward pass. Every stage computes the same offsets."""
     counts, stages = (2, 1, 1, 3, 1, 2), 3
-    told = [StageLayers(counts, stages, stage) for stage in range(stages)]
+    layouts = [StageLayers(counts, stages, stage) for stage in range(stages)]
     places = [(stage, chunk) for chunk in range(2) for stage in range(stages)]
-    offsets = [told[stage].get_layer_offset(vp_stage=chunk) for stage, chunk in places]
+    offsets = [layouts[stage].get_layer_offset(vp_stage=chunk) for stage, chunk in places]
     assert offsets == [0, 2, 3, 4, 7, 8]
-    assert [told[stage].get_num_layers_to_build(vp_stage=chunk) for stage, chunk in places] == list(counts)
-    assert [told[0].get_layer_offset(vp_stage=chunk, pp_rank=stage) for stage, chunk in places] == offsets
-    told[0].validate_layer_layout(sum(counts), None)
-    assert told[0].get_num_layers_to_build(LayerType.embedding) == 1
-    assert told[2].get_num_layers_to_build(LayerType.loss, vp_stage=1) == 1
+    assert [layouts[stage].get_num_layers_to_build(vp_stage=chunk) for stage, chunk in places] == list(counts)
+    assert [layouts[0].get_layer_offset(vp_stage=chunk, pp_rank=stage) for stage, chunk in places] == offsets
+    layouts[0].validate_layer_layout(sum(counts), None)
+    assert layouts[0].get_num_layers_to_build(LayerType.embedding) == 1
+    assert layouts[2].get_num_layers_to_build(LayerType.loss, vp_stage=1) == 1

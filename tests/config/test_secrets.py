@@ -1,4 +1,4 @@
-"""Secrets in settings are refused before anything shows them, and texts that are shown hide those that it knows."""
+"""Secrets in settings are refused before any output, and known secrets are hidden in messages."""
 
 from __future__ import annotations
 
@@ -51,50 +51,51 @@ PLAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", SECRETS)
 def test_a_secret_in_a_setting_is_refused_and_not_shown(key: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         load_config(BASE, [f"{key}={json.dumps(SECRETS[key])}"])
-    assert len(told.value.problems) == 1
-    assert told.value.problems[0].startswith(f"{key} looks like a secret, which a run would write into its files; ")
-    given = SECRETS[key]
-    words = [given] if isinstance(given, str) else given[1:]
-    assert not any(word in str(told.value) for word in words)
+    assert len(error.value.problems) == 1
+    assert error.value.problems[0].startswith(f"{key} looks like a secret, which a run would write into its files; ")
+    secret = SECRETS[key]
+    secret_parts = [secret] if isinstance(secret, str) else secret[1:]
+    assert not any(part in str(error.value) for part in secret_parts)
 
 
 @pytest.mark.parametrize("key", PLAIN)
-def test_what_is_no_secret_is_taken(key: str) -> None:
+def test_settings_without_secrets_are_accepted(key: str) -> None:
     load_config(BASE, [f"{key}={json.dumps(PLAIN[key])}"])
 
 
-def test_a_key_in_the_place_of_its_variable_is_not_shown() -> None:
+def test_key_instead_of_its_variable_is_not_shown() -> None:
     judge = {"url": "http://j/v1", "model": "m", "key": TOKEN, "prompt": "{answer}", "pattern": "(a)"}
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         load_config(BASE, [f"reward={json.dumps({'judge': judge})}"])
-    assert TOKEN not in str(told.value) and "give the name of the variable that contains the key" in str(told.value)
+    assert TOKEN not in str(error.value) and "give the name of the variable that contains the key" in str(error.value)
 
 
-def test_a_key_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_can_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     assert key_of("JUDGE_KEY") == ""
     monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
-    for content, words in ((None, "cannot be read"), ("", "a key on one line"), ("one\ntwo\n", "a key on one line")):
+    for content, message in ((None, "cannot be read"), ("", "a key on one line"), ("one\ntwo\n", "a key on one line")):
         if content is not None:
             file.write_text(content)
             file.chmod(0o600)
-        with pytest.raises(ConfigError, match=f"JUDGE_KEY_FILE names {file}, which .*{words}"):
+        with pytest.raises(ConfigError, match=f"JUDGE_KEY_FILE names {file}, which .*{message}"):
             key_of("JUDGE_KEY")
     file.write_text(f"{FILED}\n")
     assert key_of("JUDGE_KEY") == FILED and FILED not in one_line(f"it said {FILED}")
     assert secret_headers(key="JUDGE_KEY") == {"Authorization": f"Bearer {FILED}"}
     assert secret_headers(headers_from_environment={"X-Key": "JUDGE_KEY"}) == {"X-Key": FILED}
     file.write_text("changed-s3cret")
-    assert key_of("JUDGE_KEY") == "changed-s3cret", "it is read when it is needed"
+    assert key_of("JUDGE_KEY") == "changed-s3cret", "the file is read at each use"
     monkeypatch.setenv("JUDGE_KEY", "variable-s3cret")
-    assert key_of("JUDGE_KEY") == "variable-s3cret", "the variable itself comes first"
+    assert key_of("JUDGE_KEY") == "variable-s3cret", "the variable takes precedence over the file"
 
 
-def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ssh has it: its own file is refused where others may read it, another's (root's, in a container) is not."""
+def test_key_file_must_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule is the rule of ssh. A file of the user is refused if other users have access. A file of another user,
+    such as root in a container, is accepted."""
     file, pipe = tmp_path / "key", tmp_path / "pipe"
     file.write_text(FILED)
     os.mkfifo(pipe)
@@ -102,9 +103,9 @@ def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     for mode in (0o644, 0o640, 0o620):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"users can read or write \(mode {mode:04o}\); chmod 600 it") as told:
+        with pytest.raises(ConfigError, match=rf"users can read or write \(mode {mode:04o}\); chmod 600 it") as error:
             key_of("JUDGE_KEY")
-        assert FILED not in str(told.value)
+        assert FILED not in str(error.value)
     for mode in (0o600, 0o400):
         file.chmod(mode)
         assert key_of("JUDGE_KEY") == FILED
@@ -118,12 +119,12 @@ def test_a_file_with_a_key_is_read_by_its_user_alone(tmp_path: Path, monkeypatch
             key_of("JUDGE_KEY")
     file.write_bytes(FILED.encode() + b"\xff")
     monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
-    with pytest.raises(ConfigError, match="cannot be read") as told:
+    with pytest.raises(ConfigError, match="cannot be read") as error:
         key_of("JUDGE_KEY")
-    assert FILED not in str(told.value)
+    assert FILED not in str(error.value)
 
 
-def test_errors_hide_what_they_are_told() -> None:
+def test_errors_hide_known_secrets() -> None:
     remember(TOKEN)
     for text in (TOKEN, f"{{'score': '{TOKEN}'}}", "Bearer abc123def456", "http://me:pass@host/", "api_key='secret'"):
         for shown in (one_line(text), show(text)):
@@ -132,8 +133,9 @@ def test_errors_hide_what_they_are_told() -> None:
     assert TOKEN not in repr(Endpoint(0, "http://127.0.0.1:1", TOKEN, 0))
 
 
-def test_another_token_is_no_other_run() -> None:
-    """Nor a token of a version that took them, nor another address; another header is another run."""
+def test_changed_token_does_not_change_the_run() -> None:
+    """A changed token, a token of an earlier version, and a changed address do not change the run. A changed header
+    does."""
 
     def run(**options: Any) -> dict[str, Any]:
         return {"reward": {"function": SERVER, "options": {"url": "http://s", **options}}}
@@ -149,5 +151,5 @@ def test_another_token_is_no_other_run() -> None:
         {"reward": {"function": "my:reward", "options": {"key": key}}} for key in ("a", "b")
     ]
     assert compare_settings(of_keys[0], of_keys[1], (1, 1)).dangerous, (
-        "of a function of somebody's own it may be anything"
+        "options of a custom function can have any meaning"
     )

@@ -1,4 +1,4 @@
-"""Lines that a command prints run in the shell in which the command was started."""
+"""Command lines that a command prints can be run in the same shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.places import ROOT
 
 
 def path_with(folder: Path, *programs: str) -> str:
-    """A PATH on which only these programs exist."""
+    """Return a PATH that contains only these programs."""
     for name in programs:
         (folder / name).write_text("#!/bin/sh\n")
         (folder / name).chmod(0o755)
@@ -40,7 +40,7 @@ def test_lines_without_programs_on_the_path(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "configs", Path("/tmp")])
-def test_lines_of_a_clone_name_scripts_that_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_clone_name_existing_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MEGAPPO_LAUNCH", str(ROOT / "launch"))
     start = "" if folder == ROOT else f"{ROOT}/"
@@ -52,14 +52,14 @@ def test_lines_of_a_clone_name_scripts_that_exist(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "configs"])
-def test_a_job_finds_the_repository_and_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_line_has_the_repository_and_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    words = shlex.split(sbatch_line(2, 8, Path("a.yaml")))
+    arguments = shlex.split(sbatch_line(2, 8, Path("a.yaml")))
     if folder == ROOT:
-        assert words == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "launch/slurm/ppo.sbatch", "a.yaml"]
+        assert arguments == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "launch/slurm/ppo.sbatch", "a.yaml"]
         return
-    assert words[:2] == [f"MEGAPPO_ROOT={ROOT}", "sbatch"]
-    assert words[-2:] == [str(ROOT / "launch/slurm/ppo.sbatch"), str(folder / "a.yaml")]
+    assert arguments[:2] == [f"MEGAPPO_ROOT={ROOT}", "sbatch"]
+    assert arguments[-2:] == [str(ROOT / "launch/slurm/ppo.sbatch"), str(folder / "a.yaml")]
 
 
 @pytest.mark.waits

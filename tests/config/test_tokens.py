@@ -1,4 +1,4 @@
-"""From texts to tokens and back, and tokens that models have no row for, wherever they come from."""
+"""Conversion between texts and tokens, and tokens for which models have no row, from any source."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from tests.support.places import BASE, ROOT, TINY
 from tests.support.worlds import QUICKSTART, megappo, pretrained
 
 ADDED = "<tool>"
-"""A token that tokenizers of these tests have, and their models have no row for."""
+"""A token of the tokenizers of these tests for which the models have no row."""
 ROLES = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
 
 
 def with_added_token(**parts: Any) -> PreTrainedTokenizerFast:
-    """The 40 characters and a token with the id 40."""
+    """Return a tokenizer with the 40 characters and a token with the id 40."""
     made = character_tokenizer(**parts)
     made.add_tokens([AddedToken(ADDED, special=True)])
     return made
 
 
 def tiny_model(folder: Path, edit: Callable[[dict[str, Any]], object] = lambda _: None, **config: Any) -> Path:
-    """The quickstart's model, without weights, with another tokenizer.json and config.json."""
+    """Write the model of the quickstart without weights, with a changed tokenizer.json and config.json."""
     shutil.copytree(TINY, folder)
     for name, change in (("tokenizer.json", edit), ("config.json", lambda content: content.update(config))):
         content = json.loads((folder / name).read_text())
@@ -69,7 +69,7 @@ def tiny_model(folder: Path, edit: Callable[[dict[str, Any]], object] = lambda _
 
 
 def add_token(tokenizer: dict[str, Any]) -> None:
-    """A 16th and a 17th token, as adding some to a tokenizer without resizing its model does."""
+    """Add a 16th and a 17th token, without resizing the model."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer["added_tokens"] += [{"id": 15, "content": "<x>", **plain}, {"id": 16, "content": ADDED, **plain}]
 
@@ -92,7 +92,7 @@ def records(folder: Path, *prompts: Any) -> DataSourceSettings:
     ],
     ids=["text", "template", "tools", "system prompt", "message", "cut"],
 )
-def test_prompts_of_tokens_without_a_row_are_refused(
+def test_prompts_with_tokens_without_a_row_are_refused(
     tmp_path: Path, prompt: Any, template: str | None, tools: list[Any], settings: dict[str, Any]
 ) -> None:
     source = records(tmp_path, "ab", prompt)
@@ -109,21 +109,22 @@ def test_prompts_of_tokens_without_a_row_are_refused(
         read_prompts(mixed, tokenizer, tools, TokenRows(40, "models/m"))
 
 
-def test_prompts_that_are_dropped_reach_no_model(tmp_path: Path) -> None:
+def test_dropped_prompts_may_have_such_tokens(tmp_path: Path) -> None:
     source = records(tmp_path, "ab", "a" * 30 + ADDED)
     data = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False)
-    found = PromptDataset(source, data, with_added_token(), rows=TokenRows(40, "m"))
-    assert (len(found), found.dropped) == (1, 1)
+    dataset = PromptDataset(source, data, with_added_token(), rows=TokenRows(40, "m"))
+    assert (len(dataset), dataset.dropped) == (1, 1)
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("key", ["train", "validation"])
-def test_a_dry_run_refuses_tokens_without_a_row(tmp_path: Path, key: str) -> None:
-    """A padded row is none: with steps of 64 the embedding has 64 rows, of which the model knows 16."""
+def test_dry_run_refuses_tokens_without_a_row(tmp_path: Path, key: str) -> None:
+    """A padded row is not a row of the model. With padding to a multiple of 64, the embedding has 64 rows, and the
+    model has 16."""
     model = tiny_model(tmp_path / "model", add_token)
     source = records(tmp_path, "1+1=", f"1+{ADDED}=").source
-    words = [f"data.{key}={{source: {source}}}", f"model.path={model}", "model.pad_vocab_to_multiple_of=64"]
-    done = megappo("train", "--dry-run", QUICKSTART, *words, f"run.directory={tmp_path}")
+    overrides = [f"data.{key}={{source: {source}}}", f"model.path={model}", "model.pad_vocab_to_multiple_of=64"]
+    done = megappo("train", "--dry-run", QUICKSTART, *overrides, f"run.directory={tmp_path}")
     assert done.returncode == 2 and "would run" not in done.stdout
     assert f"prompt 1 of '{source}' has token 16, for which the model '{model}' has no row" in done.stderr
 
@@ -136,13 +137,13 @@ def test_a_dry_run_refuses_tokens_without_a_row(tmp_path: Path, key: str) -> Non
         (["rollout.stop_token_ids=[63]", "model.pad_vocab_to_multiple_of=64"], "has 63, for which"),
     ],
 )
-def test_stop_tokens_that_no_model_has_are_refused(overrides: list[str], sentence: str) -> None:
+def test_stop_tokens_without_a_row_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         check_run(load_config(ROOT / QUICKSTART, overrides), 2)
     check_run(load_config(ROOT / QUICKSTART, ["rollout.stop_token_ids=[15]"]), 2)
 
 
-def test_stop_tokens_of_tokenizer_and_generation_config_have_rows(tmp_path: Path) -> None:
+def test_stop_tokens_of_the_model_files_have_rows(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", add_token)
     config = load_config(ROOT / QUICKSTART, [f"model.path={model}"])
     tokenizer = load_tokenizer(config)
@@ -169,27 +170,27 @@ def test_stop_tokens_of_tokenizer_and_generation_config_have_rows(tmp_path: Path
         ({}, None, (1,)),
     ],
 )
-def test_responses_end_where_the_models_files_say(
+def test_stop_tokens_are_read_from_the_model_files(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, stops: tuple[int, ...]
 ) -> None:
-    """In config.json, in generation_config.json, or in both; an export says all of them."""
+    """The stop tokens are in config.json, in generation_config.json, or in both. An export contains all of them."""
     model = tiny_model(tmp_path / "model", **config)
     if generation is not None:
         (model / "generation_config.json").write_text(json.dumps(generation))
-    words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={model}"]))
-    assert resolve_stop_token_ids(model, words, ()) == stops
-    assert resolve_stop_token_ids(model, words, (3,), TokenRows(16, "it")) == (stops[0], 3, *stops[1:])
+    tok = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={model}"]))
+    assert resolve_stop_token_ids(model, tok, ()) == stops
+    assert resolve_stop_token_ids(model, tok, (3,), TokenRows(16, "it")) == (stops[0], 3, *stops[1:])
     if 12 in stops or 14 in stops:
         with pytest.raises(ConfigError, match=r"eos_token_id in .*/config.json has token 1\d, for which"):
-            resolve_stop_token_ids(model, words, (), TokenRows(12, "it"))
+            resolve_stop_token_ids(model, tok, (), TokenRows(12, "it"))
     arch = read_architecture(TINY)
     tensors = ((name, torch.zeros(shape)) for name, shape in tensor_shapes(arch).items())
-    write_policy(tmp_path / "out", arch, tensors, words, started_from=model, stop_token_ids=stops)
-    assert resolve_stop_token_ids(tmp_path / "out", words, ()) == stops
+    write_policy(tmp_path / "out", arch, tensors, tok, started_from=model, stop_token_ids=stops)
+    assert resolve_stop_token_ids(tmp_path / "out", tok, ()) == stops
 
 
-def test_roles_have_rows_for_what_the_actor_samples(tmp_path: Path) -> None:
-    """Padding of the vocabulary, which differs among models of a family, is never sampled."""
+def test_roles_have_rows_for_sampled_tokens(tmp_path: Path) -> None:
+    """Padding of the vocabulary is never sampled, and differs among the models of a family."""
     small = tiny_model(tmp_path / "small", vocab_size=12)
     wide = tiny_model(tmp_path / "wide", vocab_size=64)
     for role in ("critic", "reference"):
@@ -208,35 +209,37 @@ def renumbered(content: dict[str, Any]) -> None:
 
 
 def with_one_more(content: dict[str, Any]) -> None:
-    """Give the first id behind the vocabulary to a token that the base lacks."""
+    """Assign the first id after the vocabulary to a token that the base lacks."""
     content["added_tokens"].append({**content["added_tokens"][0], "id": 15, "content": ADDED})
 
 
 @pytest.mark.parametrize("setting", ["critic.path", "reference.path", "model.path"])
-def test_models_whose_tokenizers_number_tokens_differently_are_refused(tmp_path: Path, setting: str) -> None:
-    """Two tokens exchanged. A token that only one of the tokenizers has is no difference."""
+def test_models_with_different_token_ids_are_refused(tmp_path: Path, setting: str) -> None:
+    """Two tokens are exchanged. A token in only one of the tokenizers is not a difference."""
     other, base = tiny_model(tmp_path / "other", renumbered), tiny_model(tmp_path / "base", with_one_more)
     same = tiny_model(tmp_path / "same", lambda content: content.update(version="1.0", padding=None))
     bare = tiny_model(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    given = [f"model.tokenizer={TINY}"]
-    ids = load_tokenizer(load_config(ROOT / QUICKSTART, given)).get_vocab()
+    overrides = [f"model.tokenizer={TINY}"]
+    ids = load_tokenizer(load_config(ROOT / QUICKSTART, overrides)).get_vocab()
     first, second = (ids[token] for token in "34")
     assert {first, second} <= set(range(15))
     for folder in (base, same, bare, TINY):
-        config = load_config(ROOT / QUICKSTART, [*given, f"{setting}={folder}"])
+        config = load_config(ROOT / QUICKSTART, [*overrides, f"{setting}={folder}"])
         assert token_rows(config, load_tokenizer(config)).count == 16
-    config = load_config(ROOT / QUICKSTART, [*given, f"{setting}={other}"])
-    words = rf"{setting} '{other}' has a tokenizer with '4' at token {first}, where the run's tokenizer has '3'; use a"
-    with pytest.raises(ConfigError, match=words):
+    config = load_config(ROOT / QUICKSTART, [*overrides, f"{setting}={other}"])
+    message = (
+        rf"{setting} '{other}' has a tokenizer with '4' at token {first}, where the run's tokenizer has '3'; use a"
+    )
+    with pytest.raises(ConfigError, match=message):
         token_rows(config, load_tokenizer(config))
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"{setting} '{other}' has a tokenizer that cannot be compared with the run"):
         token_rows(config, load_tokenizer(config))
 
 
-def test_a_dry_run_compares_the_tokenizers_of_models_that_a_run_starts_from(tmp_path: Path) -> None:
-    """Of a model folder, and of the tokenizer that another run had."""
+def test_dry_run_compares_tokenizers_of_start_models(tmp_path: Path) -> None:
+    """The tokenizer is in a model folder, or is the tokenizer of another run."""
     other, same = (pretrained(tmp_path / name) for name in ("other", "same"))
     content = json.loads((other / "tokenizer.json").read_text())
     renumbered(content)
@@ -259,8 +262,8 @@ def test_saved_samples_of_another_vocabulary_are_refused(tmp_path: Path) -> None
     for tokenizer_of, is_refused in ((None, False), (TINY, False), (other, True)):
         recorded: dict[str, Any] = {}
         if tokenizer_of is not None:
-            words = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={tokenizer_of}"]))
-            recorded = {"vocabulary": vocabulary_digest(words)}
+            tok = load_tokenizer(load_config(ROOT / QUICKSTART, [f"model.path={tokenizer_of}"]))
+            recorded = {"vocabulary": vocabulary_digest(tok)}
         (folder / "step.json").write_text(json.dumps({**marker, "temperature": 1.0, **recorded}))
         if is_refused:
             with pytest.raises(ConfigError, match="has samples of a run with another tokenizer, in which ids"):
@@ -270,22 +273,24 @@ def test_saved_samples_of_another_vocabulary_are_refused(tmp_path: Path) -> None
 
 
 END = len(TOKENIZER)
-"""The id of `ADDED` among the tokens of episodes, for which their model has no row."""
-HEARD = "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'tool' %}" + ADDED + "{% endif %}{% endfor %}"
+"""The id of `ADDED` among the tokens of episodes. The model has no row for this id."""
+WITH_ADDED = (
+    "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'tool' %}" + ADDED + "{% endif %}{% endfor %}"
+)
 
 
 def narrow_runner(environment: Environment, engine: SayingEngine, template: str | None) -> EpisodeRunner:
-    """Half of the episodes of a step may fail."""
-    settings, words = EnvironmentSettings(max_failure_fraction=0.5), tokenizer(template)
-    words.add_tokens([AddedToken(ADDED, special=True)])
-    chat = None if template is None else ChatTokens(words, PARAMS.stop_token_ids)
+    """Return a runner for which half of the episodes of a step may fail."""
+    settings, tok = EnvironmentSettings(max_failure_fraction=0.5), tokenizer(template)
+    tok.add_tokens([AddedToken(ADDED, special=True)])
+    chat = None if template is None else ChatTokens(tok, PARAMS.stop_token_ids)
     pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
-    shared = SharedEpisodeState(settings, words, END, chat, "user", pool, gateway, 1000)
+    shared = SharedEpisodeState(settings, tok, END, chat, "user", pool, gateway, 1000)
     return EpisodeRunner(EnvironmentContext(environment, shared), engine, NeverStop())
 
 
 class Reading(SayingEngine):
-    """Its model has a row for every token that it reads."""
+    """An engine that checks that the model has a row for every prompt token."""
 
     def answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         assert max(request.token_ids) < END
@@ -297,13 +302,13 @@ class Reading(SayingEngine):
     ("act", "template"),
     [
         (lambda s: s.observe(ADDED), None),
-        (lambda s: s.observe(f"what? {ADDED}"), HEARD),
-        (lambda s: s.observe("plain words", role="tool"), HEARD),
+        (lambda s: s.observe(f"what? {ADDED}"), WITH_ADDED),
+        (lambda s: s.observe("plain words", role="tool"), WITH_ADDED),
         (lambda s: s.observe_token_ids([1, END]), None),
     ],
     ids=["text", "message", "template", "ids"],
 )
-def test_an_episode_that_hears_a_token_without_a_row_fails_alone(act: Any, template: str | None) -> None:
+def test_episode_with_token_without_a_row_fails_alone(act: Any, template: str | None) -> None:
     class Speaks:
         async def run(self, session: Session) -> float:
             await session.generate()
@@ -312,11 +317,11 @@ def test_an_episode_that_hears_a_token_without_a_row_fails_alone(act: Any, templ
                 await session.generate()
             return 1.0
 
-    playing = narrow_runner(Speaks(), Reading(lambda _: "yes"), template)
+    runner = narrow_runner(Speaks(), Reading(lambda _: "yes"), template)
     try:
-        done = playing.generate(*asked(2), PARAMS)
+        done = runner.generate(*asked(2), PARAMS)
     finally:
-        playing.close()
+        runner.close()
     good, bad = (completion.episode for completion in done)
     assert good is not None and bad is not None
     assert (good.failure, bad.failure, bad.turns) == ("", "nonsense", ())
@@ -327,7 +332,7 @@ def test_an_episode_that_hears_a_token_without_a_row_fails_alone(act: Any, templ
 @pytest.mark.waits
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("later", [False, True], ids=["first request", "second request"])
-def test_an_agent_is_refused_words_that_the_model_has_no_row_for(later: bool) -> None:
+def test_agent_request_with_token_without_a_row_is_refused(later: bool) -> None:
     answers: list[tuple[int, str]] = []
 
     class Served:
@@ -344,34 +349,34 @@ def test_an_agent_is_refused_words_that_the_model_has_no_row_for(later: bool) ->
                     messages = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": ADDED}]
             raise ValueError("the agent gives up")
 
-    playing = narrow_runner(Served(), Reading(lambda _: "yes"), HEARD)
+    runner = narrow_runner(Served(), Reading(lambda _: "yes"), WITH_ADDED)
     with pytest.raises(TooManyFailuresError, match="the agent gives up"):
         try:
-            playing.generate(*asked(1), PARAMS)
+            runner.generate(*asked(1), PARAMS)
         finally:
-            playing.close()
+            runner.close()
     status, text = answers[-1]
     assert [s for s, _ in answers] == ([200, 400] if later else [400])
     assert status == 400 and f"would see token {END}, for which it has no row" in text
 
 
 @pytest.mark.parametrize(
-    ("ask", "answer", "sentence"),
+    ("prompt", "answer", "sentence"),
     [
         ((3, 16), (1,), "rollout.generation has a prompt with token 16, for which the model has no row"),
         ((3,), (4, 16), "rollout.generation answered with token 16"),
         ((3,), (4, -1), "rollout.generation answered with token -1"),
     ],
 )
-def test_a_generation_of_ones_own_has_rows_for_its_tokens(
-    ask: tuple[int, ...], answer: tuple[int, ...], sentence: str
+def test_custom_generation_needs_rows_for_its_tokens(
+    prompt: tuple[int, ...], answer: tuple[int, ...], sentence: str
 ) -> None:
     class Engine:
         def generate(self, requests: Any, params: Any) -> list[Completion]:
             return [Completion((1,), (0.0,), False, 0)]
 
     def own(*, requests: Any, params: Any, generate: Any, **_: Any) -> list[Completion]:
-        generate([replace(requests[0], token_ids=ask)], params)
+        generate([replace(requests[0], token_ids=prompt)], params)
         return [Completion(answer, (0.0,) * len(answer), True, 0)]
 
     engine: Any = Engine()
@@ -381,17 +386,17 @@ def test_a_generation_of_ones_own_has_rows_for_its_tokens(
         generated(own, engine, (), [request], params, 16)
 
 
-def test_answers_of_tokens_without_a_row_are_not_trained_on() -> None:
+def test_completions_with_tokens_without_a_row_are_refused() -> None:
     prompts, requests = asked(1)
-    wanted = SampleRequests(tuple(prompts), (0,), 1, tuple(requests))
+    samples = SampleRequests(tuple(prompts), (0,), 1, tuple(requests))
     answer = [Completion((1, END), (0.0, 0.0), False, 0)]
     with pytest.raises(RunError, match=f"the engine answered with token {END}, for which the model has no row"):
-        finish_rollout(wanted, answer, TOKENIZER, END)
-    assert finish_rollout(wanted, answer, TOKENIZER, END + 1).response_lengths_B.tolist() == [2]
+        finish_rollout(samples, answer, TOKENIZER, END)
+    assert finish_rollout(samples, answer, TOKENIZER, END + 1).response_lengths_B.tolist() == [2]
 
 
 def with_ends(single: str, *, template: str | None = None) -> PreTrainedTokenizerFast:
-    """The 40 characters and <b> and </e>, which it puts around texts as `single` says."""
+    """Return a tokenizer with the 40 characters, <b> and </e>. The template `single` adds <b> and </e> to texts."""
     made = character_tokenizer(template)
     made.backend_tokenizer.decoder = decoders.Fuse()
     made.add_special_tokens({"bos_token": "<b>", "eos_token": "</e>"})
@@ -417,17 +422,17 @@ def with_ends(single: str, *, template: str | None = None) -> PreTrainedTokenize
 def test_prompts_begin_once_and_do_not_end(tmp_path: Path, single: str, prompt: str, seen: str) -> None:
     source = records(tmp_path, prompt)
     data = DataSettings(train=source, max_prompt_tokens=20, apply_chat_template=False, overlong_prompts="truncate")
-    words = with_ends(single)
-    found = PromptDataset(source, data, words)[0]
-    assert decoded(words, found.token_ids) == seen
-    assert found.token_ids[-1] != words.eos_token_id
+    tok = with_ends(single)
+    prompt_read = PromptDataset(source, data, tok)[0]
+    assert decoded(tok, prompt_read.token_ids) == seen
+    assert prompt_read.token_ids[-1] != tok.eos_token_id
 
 
-def test_a_rendered_chat_keeps_what_its_template_says(tmp_path: Path) -> None:
+def test_rendered_chat_is_not_changed(tmp_path: Path) -> None:
     source = records(tmp_path, "ab")
-    words = with_ends("<b> $A </e>", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}=")
-    found = PromptDataset(source, DataSettings(train=source, max_prompt_tokens=20), words)[0]
-    assert decoded(words, found.token_ids) == "<b>ab="
+    tok = with_ends("<b> $A </e>", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}=")
+    prompt = PromptDataset(source, DataSettings(train=source, max_prompt_tokens=20), tok)[0]
+    assert decoded(tok, prompt.token_ids) == "<b>ab="
 
 
 @pytest.mark.parametrize(
@@ -441,37 +446,38 @@ def test_a_rendered_chat_keeps_what_its_template_says(tmp_path: Path) -> None:
     ],
 )
 def test_whole_texts_begin_and_end_once(single: str, text: str, read: str) -> None:
-    words = with_ends(single)
-    assert decoded(words, whole_ids(words, text)) == read
+    tok = with_ends(single)
+    assert decoded(tok, whole_ids(tok, text)) == read
 
 
 SPACED = ["a", "!=", "b", ",", "5", ".", "do", "n't", "we", "'re", "?"]
 
 
 @pytest.mark.parametrize(
-    ("said", "exact"),
+    ("pieces", "exact"),
     [
         (["a", "!=", "b", ",", "5", ".", "5"], "a != b , 5 . 5"),
         (["do", "n't", "?"], "do n't ?"),
         (["we", "'re", "."], "we 're ."),
     ],
 )
-def test_texts_are_exactly_what_was_sampled(said: list[str], exact: str) -> None:
-    """Of a tokenizer that would take blanks out, as Llama 3's folders say: in rewards, logs, and for environments."""
+def test_texts_equal_the_sampled_tokens(pieces: list[str], exact: str) -> None:
+    """The tokenizer is configured to remove spaces, as in the folders of Llama 3. Rewards, logs and environments get
+    the exact text."""
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPACED, "<unk>", "</e>"])}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words = PreTrainedTokenizerFast(
+    tok = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", eos_token="</e>", clean_up_tokenization_spaces=True
     )
-    ids = words.convert_tokens_to_ids([*said, "</e>"])
-    assert words.decode(ids) != f"{exact} </e>"  # what transformers does by itself
+    ids = tok.convert_tokens_to_ids([*pieces, "</e>"])
+    assert tok.decode(ids) != f"{exact} </e>"  # the default of transformers
     answer = Completion(tuple(ids), (0.0,) * len(ids), False, 0)
     prompt = Prompt(0, (0,), "a", None, {})
-    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [answer], words)
+    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [answer], tok)
     assert (rollouts.responses, rollouts.raw_responses) == ((exact,), (f"{exact} </e>",))
     settings = EnvironmentSettings()
     pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
-    shared = SharedEpisodeState(settings, words, len(words), None, "user", pool, gateway, 100)
+    shared = SharedEpisodeState(settings, tok, len(tok), None, "user", pool, gateway, 100)
 
     async def engine(_: GenerateRequest) -> Completion:
         return answer
@@ -480,26 +486,26 @@ def test_texts_are_exactly_what_was_sampled(said: list[str], exact: str) -> None
     reply = asyncio.run(session.generate())
     assert (reply.text, reply.raw_text) == (exact, f"{exact} </e>")
     sample = session.completion(failure="", reason="", limit="", version=0)
-    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [sample], words)
+    rollouts = finish_rollout(SampleRequests((prompt,), (0,), 1, ()), [sample], tok)
     assert rollouts.episodes is not None and rollouts.episodes.conversations[0][0]["text"] == f"{exact} </e>"
 
 
-def test_prompts_that_are_cut_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_truncated_prompts_are_decoded_exactly(tmp_path: Path) -> None:
     source = records(tmp_path, "b != a , do n't")
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPACED, "<unk>"])}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=True)
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=True)
     data = DataSettings(train=source, max_prompt_tokens=4, apply_chat_template=False, overlong_prompts="truncate")
-    assert PromptDataset(source, data, words)[0].text == "a , do n't"
+    assert PromptDataset(source, data, tok)[0].text == "a , do n't"
 
 
 MOMENT = "2024-07-26 09:30:15"
 CLOCK = "{{ strftime_now('%d %m %Y %H %M %S') }}" + ROLES
-"""As Llama 3.2's, with more of the time."""
+"""The template has a clock like the template of Llama 3.2, with more fields."""
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "rendered_time"),
     [
         ("%d %b %Y", "26 Jul 2024"),
         ("%Y-%m-%d", "2024-07-26"),
@@ -507,53 +513,53 @@ CLOCK = "{{ strftime_now('%d %m %Y %H %M %S') }}" + ROLES
         ("%A, week %W", "Friday, week 30"),
     ],
 )
-def test_templates_are_told_one_time(tmp_path: Path, form: str, told: str) -> None:
+def test_templates_receive_one_time(tmp_path: Path, form: str, rendered_time: str) -> None:
     source = records(tmp_path, "ab")
-    words = tokenizer("{{ strftime_now('" + form + "') }}" + ROLES)
+    tok = tokenizer("{{ strftime_now('" + form + "') }}" + ROLES)
     data = DataSettings(train=source, max_prompt_tokens=50, template_time=MOMENT)
-    found = PromptDataset(source, data, words)
-    assert (found.reads_clock, found[0].text) == (True, f"{told}uab")
-    chat = ChatTokens(words, (END,), (), MOMENT)
-    assert decoded(words, chat.opening([{"role": "user", "content": "ab"}])) == f"{told}uab"
+    dataset = PromptDataset(source, data, tok)
+    assert (dataset.reads_clock, dataset[0].text) == (True, f"{rendered_time}uab")
+    chat = ChatTokens(tok, (END,), (), MOMENT)
+    assert decoded(tok, chat.opening([{"role": "user", "content": "ab"}])) == f"{rendered_time}uab"
 
 
-def test_templates_without_a_clock_and_plain_prompts_are_the_same_at_any_time(tmp_path: Path) -> None:
+def test_prompts_without_clock_do_not_depend_on_time(tmp_path: Path) -> None:
     source = records(tmp_path, "ab")
-    made = []
+    datasets = []
     for time in (MOMENT, "2031-01-01"):
         data = DataSettings(train=source, max_prompt_tokens=50, template_time=time)
         plain = data.model_copy(update={"apply_chat_template": False})
-        made += [PromptDataset(source, data, tokenizer(ROLES)), PromptDataset(source, plain, tokenizer(CLOCK))]
-    assert not any(found.reads_clock for found in made)
-    assert [found.fingerprint for found in made[:2]] == [found.fingerprint for found in made[2:]]
+        datasets += [PromptDataset(source, data, tokenizer(ROLES)), PromptDataset(source, plain, tokenizer(CLOCK))]
+    assert not any(dataset.reads_clock for dataset in datasets)
+    assert [dataset.fingerprint for dataset in datasets[:2]] == [dataset.fingerprint for dataset in datasets[2:]]
 
 
-def test_a_time_is_written_as_a_date_or_a_date_and_a_time(tmp_path: Path) -> None:
-    def given(time: str) -> str | None:
+def test_template_time_is_a_date_or_a_time(tmp_path: Path) -> None:
+    def template_time(time: str) -> str | None:
         return load_config(ROOT / QUICKSTART, [f"data.template_time={time}"]).data.template_time
 
-    assert (given("2024-07-26"), given(f"'{MOMENT}'")) == ("2024-07-26 00:00:00", MOMENT)
+    assert (template_time("2024-07-26"), template_time(f"'{MOMENT}'")) == ("2024-07-26 00:00:00", MOMENT)
     for wrong in ("yesterday", "'2024-13-01'", "'26 Jul 2024'"):
         with pytest.raises(ConfigError, match=r"data\.template_time.* is not a time; write it as 2025-11-25"):
-            given(wrong)
+            template_time(wrong)
 
 
-def test_the_gateway_tells_agents_the_time_of_the_run() -> None:
-    words, settings = tokenizer(CLOCK), EnvironmentSettings()
+def test_gateway_passes_the_time_of_the_run() -> None:
+    tok, settings = tokenizer(CLOCK), EnvironmentSettings()
     pool, gateway = ToolPool({}, settings.tools), Gateway(settings.gateway_host)
-    shared = SharedEpisodeState(settings, words, len(words), None, "user", pool, gateway, 100, MOMENT)
+    shared = SharedEpisodeState(settings, tok, len(tok), None, "user", pool, gateway, 100, MOMENT)
 
     async def silent(_: GenerateRequest) -> Completion:
         raise AssertionError
 
     session = Session(Prompt(0, (1,), "a", None, {}), GenerateRequest((1,), 1, 0), shared, PARAMS, silent)
     opening = session.chat_tokens([]).opening([{"role": "user", "content": "ab"}])
-    assert decoded(words, opening) == "26 07 2024 09 30 15uab"
+    assert decoded(tok, opening) == "26 07 2024 09 30 15uab"
 
 
-def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
-    words = ["rollout.environment={name: guess}", f"data.template_time='{MOMENT}'"]
-    config = load_config(ROOT / QUICKSTART, words)
+def test_episodes_have_the_time_of_the_run() -> None:
+    overrides = ["rollout.environment={name: guess}", f"data.template_time='{MOMENT}'"]
+    config = load_config(ROOT / QUICKSTART, overrides)
     assert config.rollout.episodes is not None
     environment = make_environment(config.rollout.episodes)
     stage = make_environment_context(config, environment, tokenizer(CLOCK), (END,), TokenRows(16, "m"))
@@ -561,7 +567,7 @@ def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("override", "sentence"),
     [
         ("rollout.min_response_tokens=65", "rollout.min_response_tokens 65 is above rollout.max_response_tokens 64"),
         (
@@ -571,17 +577,17 @@ def test_the_stage_of_episodes_has_the_time_of_the_run() -> None:
         ("rollout.max_total_tokens=21", ""),
     ],
 )
-def test_limits_leave_room_for_a_response(given: str, sentence: str) -> None:
-    config = load_config(BASE, ["data.max_prompt_tokens=20", "rollout.max_response_tokens=64", given])
+def test_limits_leave_room_for_a_response(override: str, sentence: str) -> None:
+    config = load_config(BASE, ["data.max_prompt_tokens=20", "rollout.max_response_tokens=64", override])
     assert sentence in "".join(response_length_rules(config))
     if not sentence:
         assert list(response_length_rules(config)) == []
         assert config.max_sequence_tokens == 21
 
 
-def test_a_token_by_itself_has_a_text() -> None:
-    """Blanks stay; a token that is half of a character has the tokenizer's name for it."""
+def test_single_token_has_a_text() -> None:
+    """Spaces are not removed. A token with half of a character is shown with its name in the tokenizer."""
     made = Tokenizer(models.BPE({"a": 0, "Ã": 1, "Ġb": 2}, []))
     made.decoder = decoders.ByteLevel()
-    words = PreTrainedTokenizerFast(tokenizer_object=made)
-    assert [token_text(words, token) for token in (1, 2)] == ["Ã", " b"]
+    tok = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert [token_text(tok, token) for token in (1, 2)] == ["Ã", " b"]

@@ -1,4 +1,4 @@
-"""The parts of the doctor that need no broken world."""
+"""Checks of the doctor that run on an ordinary machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megappo.errors import RunError
 from tests.support.places import BASE, ROOT
 
 
-def test_requirements_are_those_of_setup() -> None:
+def test_requirements_equal_those_of_the_package() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     dynamic = declared["tool"]["setuptools"]["dynamic"]
     assert dynamic["dependencies"] == {"file": "megappo/requirements.txt"}
@@ -30,7 +30,7 @@ def test_requirements_are_those_of_setup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "bounds", "kept"),
+    ("version", "bounds", "is_satisfied"),
     [
         ("2.13.0+cpu", ">=2.11", True),
         ("2.9.1", ">=2.11", False),
@@ -42,8 +42,8 @@ def test_requirements_are_those_of_setup() -> None:
         ("anything", "", True),
     ],
 )
-def test_versions(version: str, bounds: str, kept: bool) -> None:
-    assert holds(version, bounds) is kept
+def test_versions(version: str, bounds: str, is_satisfied: bool) -> None:
+    assert holds(version, bounds) is is_satisfied
 
 
 @pytest.fixture
@@ -66,24 +66,24 @@ def test_wandb_must_be_installed(tmp_path: Path, has_folder: bool) -> None:
         (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     (finding,) = logger_findings(load_config(BASE, ["logging.wandb_project=sums"]))
     instead = f", and Python imports the folder {tmp_path / 'wandb'} instead" if has_folder else ""
-    words = f"logging.wandb_project is 'sums', but wandb is not installed{instead}; pip install '.[wandb]'"
-    assert finding.state == "broken" and finding.sentence().startswith(words)
+    sentence = f"logging.wandb_project is 'sums', but wandb is not installed{instead}; pip install '.[wandb]'"
+    assert finding.state == "broken" and finding.sentence().startswith(sentence)
 
 
 @pytest.mark.usefixtures("fresh_wandb")
-def test_a_package_wandb_that_cannot_be_imported(tmp_path: Path) -> None:
+def test_wandb_package_with_a_failing_import(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text("import no_such_package\n")
     (finding,) = logger_findings(load_config(BASE, ["logging.wandb_project=sums"]))
     assert "but wandb cannot be imported: " in finding.sentence() and "no_such_package" in finding.sentence()
 
 
-def test_lines_name_the_machines() -> None:
+def test_findings_name_their_machines() -> None:
     sick = broken("disk", "full", "free some")
-    found = merge([("a", [fine("gpu", "8")]), ("b", [fine("gpu", "8"), sick]), ("a", []), ("b", [fine("gpu", "8")])])
-    assert [f.machines for f in found] == [("a", "b"), ("b",)]
-    assert any_broken(found)
-    assert as_text(found, 2).splitlines() == [
+    merged = merge([("a", [fine("gpu", "8")]), ("b", [fine("gpu", "8"), sick]), ("a", []), ("b", [fine("gpu", "8")])])
+    assert [f.machines for f in merged] == [("a", "b"), ("b",)]
+    assert any_broken(merged)
+    assert as_text(merged, 2).splitlines() == [
         "fine    gpu              8 (all 2 machines)",
         "broken  disk             full (b); free some",
         "1 fine, 0 slow, 1 broken",
@@ -92,7 +92,7 @@ def test_lines_name_the_machines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("error", "findings"),
     [
         (
             ConfigError(["a is 1; 2; give 3", "b"]),
@@ -101,16 +101,16 @@ def test_lines_name_the_machines() -> None:
         (RunError("no disk; add one"), [broken("data", "no disk", "add one")]),
     ],
 )
-def test_what_ends_a_check_is_a_finding(error: Exception, found: list[Finding]) -> None:
+def test_errors_of_a_check_become_findings(error: Exception, findings: list[Finding]) -> None:
     def check() -> Iterator[Finding]:
         yield fine("tokenizer", "512 tokens")
         raise error
 
-    assert list(until_refused("data", check())) == [fine("tokenizer", "512 tokens"), *found]
-    assert [finding.sentence() for finding in found] == str(error).splitlines()
+    assert list(until_refused("data", check())) == [fine("tokenizer", "512 tokens"), *findings]
+    assert [finding.sentence() for finding in findings] == str(error).splitlines()
 
 
-def test_a_bug_in_a_check_is_no_finding() -> None:
+def test_bug_in_a_check_is_no_finding() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
         list(until_refused("data", map(json.loads, ["x"])))
 
@@ -119,34 +119,34 @@ def role(tp: int, pp: int, ranks: range) -> RoleNumbers:
     return RoleNumbers(Grid(ranks, tp, pp), 1, 16, 1, 1, 1)
 
 
-def test_groups_of_roles_that_stand_apart() -> None:
+def test_groups_of_roles_on_separate_ranks() -> None:
     derived = Derived(8, role(2, 2, range(4)), role(1, 2, range(4, 8)), ())
-    found = {f.name: f for f in group_kinds(derived, 8)}
-    assert list(found) == ["world", "actor TP 2", "actor PP 2", "critic PP 2", "critic DP 2"]
-    assert found["actor TP 2"].groups == ((0, 1), (2, 3))
-    assert found["actor PP 2"].groups == ((0, 2), (1, 3))
-    assert found["actor PP 2"].point_to_point
-    assert found["critic DP 2"].groups == ((4, 6), (5, 7))
+    kinds = {f.name: f for f in group_kinds(derived, 8)}
+    assert list(kinds) == ["world", "actor TP 2", "actor PP 2", "critic PP 2", "critic DP 2"]
+    assert kinds["actor TP 2"].groups == ((0, 1), (2, 3))
+    assert kinds["actor PP 2"].groups == ((0, 2), (1, 3))
+    assert kinds["actor PP 2"].point_to_point
+    assert kinds["critic DP 2"].groups == ((4, 6), (5, 7))
     same = dataclasses.replace(derived, critic=derived.actor)
     assert [f.name for f in group_kinds(same, 8)] == ["world", "actor TP 2, critic TP 2", "actor PP 2, critic PP 2"]
     assert group_kinds(None, 1) == []
 
 
-def test_groups_of_ranks_that_share_out_samples() -> None:
+def test_groups_of_context_parallel_ranks() -> None:
     numbers = RoleNumbers(Grid(range(8), 2, 1, cp=2), 1, 16, 1, 1, 1)
-    found = {f.name: f for f in group_kinds(Derived(8, numbers, None, ()), 8)}
-    assert list(found) == ["world", "actor TP 2", "actor CP 2", "actor DP x CP 4"]
-    assert found["actor CP 2"].groups == ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert found["actor DP x CP 4"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    kinds = {f.name: f for f in group_kinds(Derived(8, numbers, None, ()), 8)}
+    assert list(kinds) == ["world", "actor TP 2", "actor CP 2", "actor DP x CP 4"]
+    assert kinds["actor CP 2"].groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert kinds["actor DP x CP 4"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
-def test_a_slow_group_is_named() -> None:
+def test_slow_group_is_named() -> None:
     kind = GroupKind("actor TP 8", tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(3)))
     measured = {ranks: Measured(3e-5, 300e9) for ranks in kind.groups}
     assert judge(kind, measured, "cuda").words == "actor TP 8 (3 groups): 300.00 GB/s, 30 us"
     measured[kind.groups[1]] = Measured(9e-5, 20e9)
-    found = judge(kind, measured, "cuda")
-    assert found.state == "slow"
-    assert found.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the median")
+    finding = judge(kind, measured, "cuda")
+    assert finding.state == "slow"
+    assert finding.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the median")
     everywhere = dict.fromkeys(kind.groups, Measured(1e-3, 1e9))
     assert "below 10 GB/s" in judge(kind, everywhere, "cuda").words

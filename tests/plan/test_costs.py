@@ -1,4 +1,4 @@
-"""Stages of a step counted by hand: FLOPs, bytes and launches, each on a machine on which nothing else takes time."""
+"""Costs of the stages of a step, counted by hand: FLOPs, bytes and launches. Each machine has one finite resource."""
 
 from __future__ import annotations
 
@@ -46,67 +46,68 @@ def about(number: float) -> object:
 
 
 def arithmetic(stage: Stage) -> float:
-    """FLOPs of the busiest rank."""
+    """Return the FLOPs of the busiest rank."""
     cost = stage(machine(bfloat16_flops=1.0))
     assert cost.bound_by == "compute"
     return cost.seconds * 0.4
 
 
 def memory_bytes(stage: Stage) -> float:
-    """Bytes that it reads and writes."""
+    """Return the bytes of memory traffic of the busiest rank."""
     cost = stage(machine(memory_bandwidth=1.0))
     assert cost.bound_by == "memory" and cost.seconds * 0.7 == about(cost.memory_bytes)
     return cost.memory_bytes
 
 
 def launched_layers(stage: Stage, seconds: float = LAUNCH_SECONDS) -> float:
-    """Layers whose kernels the host starts."""
+    """Return the number of layers with kernels that the host launches."""
     cost = stage(machine())
     assert cost.bound_by == "launches"
     return cost.seconds / seconds
 
 
 def sent_bytes(stage: Stage, devices_per_node: int) -> tuple[float, float]:
-    """Bytes that it sends inside its node, and out of it."""
-    found = []
+    """Return the bytes that the busiest rank sends inside its node, and to other nodes."""
+    sent = []
     waiting = stage(machine()).seconds
     for link in ("intra_node_bandwidth", "inter_node_bandwidth"):
         cost = stage(machine(**{link: 1e-3}, devices_per_node=devices_per_node))
-        found.append((cost.seconds - waiting) * 0.7e-3)
-    assert sum(found) == about(cost.link_bytes)
-    return found[0], found[1]
+        sent.append((cost.seconds - waiting) * 0.7e-3)
+    assert sum(sent) == about(cost.link_bytes)
+    return sent[0], sent[1]
 
 
 def layer_weights(model: ArchitectureConfig) -> int:
-    """Of one layer, as a token meets them: QKV, output matrix, SwiGLU or router and chosen experts, norms."""
+    """Return the weights that a token uses in one layer: QKV, output matrix, SwiGLU or router and chosen experts, and
+    norms."""
     feed_forward = model.experts * H + PER_TOKEN * 3 * H * F if model.experts else 3 * H * F
     return H * (Q + 2 * K) + Q * H + feed_forward + 2 * H + 2 * D
 
 
 def large(**changes: Any) -> ArchitectureConfig:
-    """Of several buckets."""
+    """Return a model with several buckets."""
     return arch(hidden_size=2048, ffn_hidden_size=6144, **changes)
 
 
 def slow(**changes: Any) -> Machine:
-    """A machine on which arithmetic takes time, and what is given."""
+    """Return a machine with finite arithmetic and the given changes."""
     return machine(bfloat16_flops=1e12, devices_per_node=100, **changes)
 
 
 def plain_seconds(setup: RoleSetup) -> float:
-    """Of the kernels of all updates: of each slot of the pipeline those of a microbatch."""
+    """Return the seconds of the kernels of all updates. Each slot of the pipeline runs one microbatch."""
     return update_cost(setup, work(), slow()).seconds
 
 
-def held(model: ArchitectureConfig, tp: int) -> int:
-    """Weights of three layers on one of `tp` ranks, experts left out."""
+def rank_weights(model: ArchitectureConfig, tp: int) -> int:
+    """Return the weights of three layers on one of `tp` ranks, without experts."""
     matrices = H * (Q + 2 * K) + Q * H + (0 if model.experts else 3 * H * F)
     return 3 * (matrices // tp + model.experts * H + 2 * H + 2 * D)
 
 
 def forward(model: ArchitectureConfig) -> tuple[float, float]:
-    """FLOPs of a token in a layer (a sixth of the final norm is with each), and those of its attention: 30 scores of
-    each head and their product with the values."""
+    """Return the FLOPs of a token in a layer, and the FLOPs of its attention. Each layer includes a sixth of the final
+    norm. Attention computes 30 scores per head, and their product with the values."""
     attention = 2 * 2 * T * Q
     return 2 * (layer_weights(model) + H / 6) + attention, attention
 
@@ -114,8 +115,8 @@ def forward(model: ArchitectureConfig) -> tuple[float, float]:
 @pytest.mark.parametrize("model", [arch(), with_experts()], ids=["dense", "experts"])
 @pytest.mark.parametrize("critic", [False, True])
 def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
-    """26 sequences of a replica, two at a time: 13 microbatches of 60 tokens, 38 of them responses, and a slot more for
-    the second stage to be reached."""
+    """A replica scores 26 sequences, two at a time. The 13 microbatches have 60 tokens, 38 of them in responses. One
+    more slot fills the second stage."""
     setup = role(model, name="critic" if critic else "actor")
 
     def stage(m: Machine) -> StageCost:
@@ -124,15 +125,15 @@ def test_scoring(model: ArchitectureConfig, critic: bool) -> None:
     layer, head = forward(model)[0], 2 * H * (1 if critic else VOCAB)
     assert arithmetic(stage) == about(14 * (3 * 60 * layer + 38 * head) / 3)
     assert stage(machine()).flops == about(104 * (T * 6 * layer + RESPONSE * head))
-    heaviest = held(model, 3) + 34 * H + (0 if critic else H) + 3 * model.experts * 3 * H * F
+    heaviest = rank_weights(model, 3) + 34 * H + (0 if critic else H) + 3 * model.experts * 3 * H * F
     wide = 8 * H + 6 * Q + (PER_TOKEN * (3 * F + 4 * H) if model.experts else 3 * F)
     assert memory_bytes(stage) == about(14 * (2 * heaviest + 2 * 2 * 60 * 3 * wide / 3))
     assert launched_layers(stage, TRAINER_LAUNCH_SECONDS) == about(14 * 3 * (2.2 if model.experts else 1))
     assert stage(machine()).name == "forward"
 
 
-def test_scores_that_are_left_out_cost_nothing() -> None:
-    """Where the actor scores in every fourth step, a step has a quarter of it; values are needed in all."""
+def test_omitted_scores_cost_nothing() -> None:
+    """If the actor scores in every fourth step, a step has a quarter of the cost. Values are needed in every step."""
     every, fourth = (forward_cost([role(scored_steps=part)], work(), machine()) for part in (1.0, 0.25))
     assert fourth.flops == about(every.flops / 4) and fourth.seconds == about(every.seconds / 4)
     config = load_config(QUICKSTART, ["algorithm.old_logprob=bypass", "algorithm.mismatch_every_steps=4"])
@@ -140,7 +141,7 @@ def test_scores_that_are_left_out_cost_nothing() -> None:
     assert [r.scored_steps for r in setup.roles] == [0.25, 1.0]
 
 
-def test_scoring_takes_one_role_after_the_other() -> None:
+def test_roles_score_one_after_the_other() -> None:
     roles = [role(), role(name="critic")]
     together = forward_cost(roles, work(), machine(memory_bandwidth=1.0))
     apart = [forward_cost([r], work(), machine(memory_bandwidth=1.0)) for r in roles]
@@ -151,7 +152,8 @@ def test_scoring_takes_one_role_after_the_other() -> None:
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("selective", 3), ("full", 4)])
 @pytest.mark.parametrize("critic", [False, True])
 def test_updates(recompute: str, passes: int, critic: bool) -> None:
-    """Three minibatches, of each seven sequences on a replica in four microbatches of 52.5 tokens on average."""
+    """There are three minibatches. In each, a replica has seven sequences in four microbatches of 52.5 tokens on
+    average."""
     setup = role(recompute=recompute, name="critic" if critic else "actor")
 
     def stage(m: Machine) -> StageCost:
@@ -162,17 +164,17 @@ def test_updates(recompute: str, passes: int, critic: bool) -> None:
     head = 2 * H * 3 if critic else 2 * H * VOCAB * 4  # the logits are computed twice
     assert arithmetic(stage) == about(3 * 5 * (3 * 52.5 * layer_flops + 33.25 * head) / 3)
     assert stage(machine()).flops == about(3 * 28 * (T * 6 * layer_flops + RESPONSE * head))
-    heaviest = held(arch(), 3) + 34 * H + (0 if critic else H)
+    heaviest = rank_weights(arch(), 3) + 34 * H + (0 if critic else H)
     moved = passes * (2 * heaviest + 2 * 2 * 52.5 * 3 * (8 * H + 3 * F + 6 * Q) / 3)
-    gradients = (4 + 4) * heaviest  # added to in each microbatch
+    gradients = (4 + 4) * heaviest  # accumulated in each microbatch
     adam = (4 + 3 * 4 + 3 * 4 + 2) * heaviest
     assert memory_bytes(stage) == about(3 * 5 * (moved + gradients) + 3 * adam)
     assert launched_layers(stage, TRAINER_LAUNCH_SECONDS) == about(3 * 5 * 3 * passes)
     assert stage(machine()).name == f"update_{setup.name}"
 
 
-def test_what_is_computed_again_is_counted() -> None:
-    """SwiGLU's three matrices for every token, beside what is counted without recomputation."""
+def test_recomputation_is_counted() -> None:
+    """The recomputation of the MLP adds the three matrices of SwiGLU for every token."""
     plain = update_cost(role(), work(), machine()).flops
     again = update_cost(role(recompute="selective", recompute_modules=("mlp",)), work(), machine()).flops
     assert again - plain == about(3 * 28 * T * 6 * 2 * 3 * H * F)
@@ -180,13 +182,14 @@ def test_what_is_computed_again_is_counted() -> None:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_updates_of_experts(distributed: bool) -> None:
-    """Two of twelve experts in each of three layers, which one other rank has as well; a pipeline of three chunks."""
+    """Each rank has two of twelve experts in each of three layers. One other rank has the same experts. The pipeline
+    has three chunks."""
     setup = role(with_experts(), ep=6, vpp=3, distributed_optimizer=distributed, dtype_bytes=4)
 
     def stage(m: Machine) -> StageCost:
         return update_cost(setup, work(), m)
 
-    shared, experts = held(with_experts(), 3) + 34 * H + H, 3 * 2 * 3 * H * F
+    shared, experts = rank_weights(with_experts(), 3) + 34 * H + H, 3 * 2 * 3 * H * F
     wide = 8 * H + 6 * Q + PER_TOKEN * (3 * F + 4 * H)
     moved = 3 * (4 * (shared + experts) + 2 * 4 * 52.5 * 3 * wide / 3) + 8 * (shared + experts)
     sharded = shared / 4 + experts / 2 if distributed else shared + experts
@@ -208,22 +211,23 @@ def test_updates_of_experts(distributed: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("devices", [7, 8, 11, 14, 29])
 def test_links_of_updates(recompute: str, ways: int, sequence_parallel: bool, devices: int) -> None:
-    """Ranks 5 to 7 are tensor parallel, those up to 10 a replica, up to 28 sum gradients. Each of these stays in a node
-    or not. Ranks 5 to 7 and 11 to 13 share out experts; of those some stand in the first one's node."""
+    """Ranks 5 to 7 are tensor parallel. Ranks 5 to 10 are a replica. Ranks 5 to 28 sum gradients. Each of these groups
+    is inside a node or not. Ranks 5 to 7 and 11 to 13 share the experts. Some of these ranks are in the node of the
+    first rank."""
     setup = role(with_experts(), ep=6, sequence_parallel=sequence_parallel, recompute=recompute)
     hidden, slots = 52.5 * H * 2, 3 * 5
     gathers = ways * 2 * 2 + (2 if sequence_parallel else 0)  # an all-reduce is a scatter and a gather
     sent = {
         7: slots * 3 * gathers * 2 / 3 * hidden,
         10: slots * 2 * hidden / (3 if sequence_parallel else 1),
-        28: 3 * 8 * (3 / 4 * (held(with_experts(), 3) + 35 * H) + 1 / 2 * 3 * 2 * 3 * H * F),
+        28: 3 * 8 * (3 / 4 * (rank_weights(with_experts(), 3) + 35 * H) + 1 / 2 * 3 * 2 * 3 * H * F),
     }
     inside = sum(n for last, n in sent.items() if last < devices)
     outside = sum(sent.values()) - inside
     to_experts = slots * 3 * ways * 2 * PER_TOKEN * hidden / 3 / 6  # of one other rank
     near = {7: 1, 8: 2, 11: 2, 14: 5, 29: 5}[devices]
-    found = sent_bytes(lambda m: update_cost(setup, work(), m), devices)
-    assert found == (
+    actual = sent_bytes(lambda m: update_cost(setup, work(), m), devices)
+    assert actual == (
         pytest.approx(inside + near * to_experts, abs=1e-3),
         pytest.approx(outside + (5 - near) * to_experts, abs=1e-3),
     )
@@ -239,8 +243,9 @@ def test_links_of_scoring(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(("dp", "passes"), [(1, 1), (4, 1 + 3 * 26 / 104)])
-def test_routing_that_is_replayed_is_sent(dp: int, passes: float) -> None:
-    """Of three layers, once to each replica for the forward pass; to one of several, for the minibatches once more."""
+def test_replayed_routing_is_sent(dp: int, passes: float) -> None:
+    """The routing of three layers is sent once to each replica for the forward pass. With several replicas, the routing
+    is sent again for the minibatches."""
     plain, replayed = (
         forward_cost([role(with_experts(), dp=dp, ep=3, routing_bytes=n)], work(), machine()).link_bytes for n in (0, 5)
     )
@@ -248,26 +253,26 @@ def test_routing_that_is_replayed_is_sent(dp: int, passes: float) -> None:
 
 
 @pytest.mark.parametrize(("recompute", "ways"), [("none", 2), ("selective", 3), ("full", 3)])
-def test_links_of_ranks_that_share_out_samples(recompute: str, ways: int) -> None:
-    """Five ranks next to each other gather keys and values of each other's tokens in each of three layers; backward
-    sends back as much. Ten ranks have the same weights."""
+def test_links_of_context_parallel_ranks(recompute: str, ways: int) -> None:
+    """Five adjacent ranks gather keys and values of all tokens in each of three layers. The backward pass sends the
+    same number of bytes. Ten ranks have the same weights."""
     setup = role(tp=1, pp=2, dp=2, cp=5, recompute=recompute)
     tokens = 13 * T / 7 / 5  # seven microbatches
     keys = 3 * 8 * 3 * ways * 4 * tokens * 2 * K * 2
-    gradients = 3 * 8 * 9 / 10 * (held(arch(), 1) + PADDED_VOCAB * H + H)
+    gradients = 3 * 8 * 9 / 10 * (rank_weights(arch(), 1) + PADDED_VOCAB * H + H)
     stages = 3 * 8 * 2 * tokens * H * 2
-    found = sent_bytes(lambda m: update_cost(setup, work(), m), 10)
-    assert found == (pytest.approx(keys, abs=1e-3), pytest.approx(gradients + stages, abs=1e-3))
+    actual = sent_bytes(lambda m: update_cost(setup, work(), m), 10)
+    assert actual == (pytest.approx(keys, abs=1e-3), pytest.approx(gradients + stages, abs=1e-3))
 
 
-def test_ranks_that_share_out_samples_share_the_arithmetic() -> None:
+def test_context_parallel_ranks_share_the_arithmetic() -> None:
     alone, three = (role(tp=1, cp=cp, dp=1, microbatch_budget_tokens=36) for cp in (1, 3))
     for cost in (lambda r: lambda m: update_cost(r, work(), m), lambda r: lambda m: forward_cost([r], work(), m)):
         assert arithmetic(cost(three)) == about(arithmetic(cost(alone)) / 3)
         assert cost(three)(machine()).flops == cost(alone)(machine()).flops
 
 
-def test_a_role_on_one_rank_sends_nothing() -> None:
+def test_role_on_one_rank_sends_nothing() -> None:
     alone = role(tp=1, pp=1, dp=1)
     assert update_cost(alone, work(), machine()).link_bytes == 0
     assert update_cost(alone, work(), machine(intra_node_bandwidth=1.0)).bound_by == "launches"
@@ -278,8 +283,8 @@ def test_a_role_on_one_rank_sends_nothing() -> None:
 def test_overlap_hides_sums_behind_backward_and_gathers_behind_forward(
     distributed: bool, recompute: str, backward: float
 ) -> None:
-    """All but a bucket of forty million elements, in the last microbatch of each update; of communication there is
-    too little, and too much."""
+    """All communication overlaps except one bucket of forty million elements, in the last microbatch of each update.
+    The test covers communication that is shorter and longer than the computation."""
     setup = role(large(), tp=1, pp=1, distributed_optimizer=distributed, recompute=recompute)
     setup = replace(setup, reduces_in_backward=True, gathers_in_forward=distributed)
     n = setup.parameters(0)
@@ -299,7 +304,7 @@ def test_overlap_hides_sums_behind_backward_and_gathers_behind_forward(
 
 @pytest.mark.parametrize("bandwidth", [1e3, 1e6, 1e9, 1e12])
 @pytest.mark.parametrize("model", [arch(), with_experts(), large(), large(tied_embeddings=True)])
-def test_overlap_never_costs_and_hides_at_most_the_smaller_of_both(model: ArchitectureConfig, bandwidth: float) -> None:
+def test_overlap_hides_at_most_the_smaller_part(model: ArchitectureConfig, bandwidth: float) -> None:
     changes = {"ep": 6 if model.experts else 1, "distributed_optimizer": True}
     m = slow(intra_node_bandwidth=bandwidth, inter_node_bandwidth=bandwidth)
     apart, sums, both = (
@@ -316,14 +321,15 @@ def test_overlap_never_costs_and_hides_at_most_the_smaller_of_both(model: Archit
 
 
 def test_one_bucket_hides_nothing() -> None:
-    """It is full when backward has ended."""
+    """The only bucket is full when the backward pass has ended."""
     small = role(reduces_in_backward=True, gathers_in_forward=True)
     assert first_bucket_share(small) == 1
     assert update_cost(small, work(), slow(intra_node_bandwidth=1.0, inter_node_bandwidth=1.0)).hidden_seconds == 0
 
 
 def totals(model: ArchitectureConfig) -> tuple[int, int, int]:
-    """Weights of the whole model, those that a token meets in the layers and the final norm, those of the output."""
+    """Return the weights of the whole model, the weights that a token uses in the layers and the final norm, and the
+    weights of the output."""
     met = 6 * layer_weights(model) + H
     unmet = 6 * (model.experts - PER_TOKEN) * 3 * H * F if model.experts else 0
     return met + unmet + 2 * VOCAB * H, met, VOCAB * H
@@ -331,8 +337,8 @@ def totals(model: ArchitectureConfig) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("model", [arch(), with_experts(), arch(kv_heads=HEADS)], ids=["dense", "experts", "heads"])
 def test_generation_by_the_embedded_engine(model: ArchitectureConfig) -> None:
-    """Thirteen sequences in batches of five, five and three; a step reads the weights and, for each sequence, keys and
-    values of its context: to attend, to append, and to repeat where several queries share them."""
+    """Thirteen sequences are generated in batches of five, five and three. A step reads the weights. For each sequence,
+    a step reads keys and values of the context to attend, to append, and to repeat if several queries share them."""
     wider = 2 * 6 * H * (model.kv_heads - KV_HEADS) * D
     total, trunk, head = (n + more for n, more in zip(totals(model), (wider, wider, 0), strict=True))
 
@@ -352,13 +358,13 @@ def test_generation_by_the_embedded_engine(model: ArchitectureConfig) -> None:
     assert stage(machine()).link_bytes == 0 and stage(machine()).name == "rollout"
 
 
-def test_turns_are_computed_from_their_beginning_by_the_embedded_engine() -> None:
-    """Of two turns the second begins after half of the response; servers have it in their cache."""
+def test_embedded_engine_recomputes_the_prefix_of_turns() -> None:
+    """The second of two turns begins after half of the response. Servers have the prefix in their cache."""
     _, trunk, head = totals(arch())
     half = P + RESPONSE // 2
     second = 13 * (half * (2 * trunk + 2 * 2 * 6 * Q * half) + 2 * head)
-    found = [rollout_cost(arch(), work(turns=turns), machine()) for turns in (1, 2)]
-    assert found[1].flops - found[0].flops == about(29 * second)
+    costs = [rollout_cost(arch(), work(turns=turns), machine()) for turns in (1, 2)]
+    assert costs[1].flops - costs[0].flops == about(29 * second)
     served = [rollout_cost(arch(), work(turns=turns, servers=servers()), machine()) for turns in (1, 2)]
     assert served[0] == served[1]
 
@@ -366,11 +372,11 @@ def test_turns_are_computed_from_their_beginning_by_the_embedded_engine() -> Non
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize(("most", "running"), [(1000, 20.8), (7, 7)])
 def test_generation_by_servers(cuda: bool, most: int, running: float) -> None:
-    """Five servers of two ranks; 20.8 of 104 sequences each, of which all have room, or seven."""
-    given = servers(most_sequences=most)
+    """There are five servers of two ranks. Each server runs 20.8 of 104 sequences if all have room, otherwise seven."""
+    engine = servers(most_sequences=most)
     if running > 7:
-        running = 21  # a sequence is whole
-    where = work(servers=given, on_cuda=cuda)
+        running = 21  # the number of sequences is an integer
+    where = work(servers=engine, on_cuda=cuda)
 
     def stage(m: Machine) -> StageCost:
         return rollout_cost(arch(), where, m)
@@ -384,7 +390,7 @@ def test_generation_by_servers(cuda: bool, most: int, running: float) -> None:
     waiting = steps * 2 * 6 * 10e-6 * 0.4  # for all-reduces
     assert arithmetic(stage) == about((prefill + steps * step) / 2 + waiting)
     assert stage(machine()).flops == about(5 * (prefill + steps * step))
-    cache = running * context * 2 * 2 * 6 * 1.5 * D  # a head and a half of three on each rank
+    cache = running * context * 2 * 2 * 6 * 1.5 * D  # one and a half of three heads on each rank
     moved = 2 * weights + steps * (2 * weights + cache + 8 * running * VOCAB)
     assert stage(machine()).memory_bytes == about(moved)
     waiting = steps * 2 * 6 * 10e-6
@@ -398,15 +404,17 @@ def test_generation_by_servers(cuda: bool, most: int, running: float) -> None:
     assert (alone.seconds, alone.link_bytes) == (0, 0)
 
 
-def test_servers_share_a_machine_with_trainers_or_not() -> None:
-    """Arithmetic of a machine of which a trainer's rank has a 29th. Servers on another one have it whole; five servers
-    of two ranks on the same have a tenth each."""
+def test_servers_may_share_a_machine_with_trainers() -> None:
+    """Compare the arithmetic of a machine of which each rank of a trainer has a 29th. Servers on another machine have
+    that machine alone. Five servers of two ranks on the same machine have a tenth each."""
     whole = machine(bfloat16_flops=29 * 16.0, shared_by_ranks=True)
     slow = []
     for shares in (False, True):
-        given = servers(colocated=False, shares_machine=shares, tensor_parallel=2, max_total_tokens=500, static_bytes=0)
-        slow.append(rollout_cost(arch(), work(servers=given, on_cuda=False), whole.per_rank(29)).seconds)
-    on_gpu = rollout_cost(arch(), work(servers=given, on_cuda=False), machine(bfloat16_flops=16.0)).seconds
+        engine = servers(
+            colocated=False, shares_machine=shares, tensor_parallel=2, max_total_tokens=500, static_bytes=0
+        )
+        slow.append(rollout_cost(arch(), work(servers=engine, on_cuda=False), whole.per_rank(29)).seconds)
+    on_gpu = rollout_cost(arch(), work(servers=engine, on_cuda=False), machine(bfloat16_flops=16.0)).seconds
     assert slow[0] == pytest.approx(on_gpu) and slow[1] == pytest.approx(slow[0] * 10 / 29, rel=1e-6)
 
 
@@ -414,15 +422,15 @@ def setup_of(actor: RoleSetup, **changes: object) -> Setup:
     return Setup(actor, None, None, work(**changes))
 
 
-TWO_STAGES = role(tp=1, dp=2, first_rank=0)  # on ranks 0 to 3, the last of them on the second stage
+TWO_STAGES = role(tp=1, dp=2, first_rank=0)  # on ranks 0 to 3, the last rank on the second stage
 OF_THREE_LAYERS = 3 * (H * (Q + 2 * K) + Q * H + 3 * H * F + 2 * H + 2 * D)
 FIRST_BYTES = 2 * (OF_THREE_LAYERS + VOCAB * H)
 LAST_BYTES = FIRST_BYTES + 2 * H  # the final norm
 
 
-def test_weights_for_the_embedded_engine() -> None:
-    """A rank receives what it has not, all of it where it has nothing; they are read and written for joining,
-    converting and copying."""
+def test_sync_into_the_embedded_engine() -> None:
+    """A rank receives the weights that other ranks have. A rank without a role receives all weights. The weights are
+    read and written for joining, converting and copying."""
 
     def stage(m: Machine, actor: RoleSetup = TWO_STAGES, ranks: int = 4) -> StageCost:
         return sync_cost(setup_of(actor, world_size=ranks), m)
@@ -430,28 +438,29 @@ def test_weights_for_the_embedded_engine() -> None:
     assert memory_bytes(stage) == about(6 * (FIRST_BYTES + LAST_BYTES))
     assert sent_bytes(stage, 3) == (0, about(LAST_BYTES)) and sent_bytes(stage, 4) == (about(LAST_BYTES), 0)
     assert stage(machine(), ranks=5).link_bytes == FIRST_BYTES + LAST_BYTES
-    everything_there = role(tp=1, pp=1, dp=4, first_rank=0)
-    assert stage(machine(), everything_there).link_bytes == 0
+    one_stage = role(tp=1, pp=1, dp=4, first_rank=0)
+    assert stage(machine(), one_stage).link_bytes == 0
     assert stage(machine()).seconds == 0 and stage(machine()).name == "sync"
-    halves = role(tp=3, pp=1, dp=1, first_rank=0)  # of the vocabulary's 101 rows the last rank has 33
+    halves = role(tp=3, pp=1, dp=1, first_rank=0)  # the last rank has 33 of 101 rows of the vocabulary
     own = 6 * (H * (Q + 2 * K) + Q * H + 3 * H * F) // 3 + 6 * (2 * H + 2 * D) + H + 2 * 33 * H
     assert stage(machine(), halves, 3).link_bytes == FIRST_BYTES + LAST_BYTES - 2 * own
     experts = role(with_experts(), tp=1, pp=1, dp=2, ep=2, first_rank=0)
     assert stage(machine(), experts, 2).link_bytes == 2 * 6 * 6 * 3 * H * F
 
 
-def test_weights_for_servers_on_the_trainers_devices() -> None:
-    """Gathering counts, which takes longer than loading: of whole tensors by one rank for each server, or of slices by
-    the rank beside each of a server's. Without GPUs each of a copy's ranks writes its part into memory."""
+def test_sync_into_colocated_servers() -> None:
+    """The cost is the gathering, which takes longer than the loading. One rank gathers whole tensors for each server.
+    With slices, each trainer rank gathers for the server rank on its device. Without GPUs each rank of a copy writes
+    its part into memory."""
 
     def stage(m: Machine, ranks: int = 6, on_cuda: bool = True, **changes: Any) -> StageCost:
         actor = role(tp=1, dp=ranks // 2, first_rank=0)
-        given = servers(count=2, tensor_parallel=3, sleeps=False, **changes)
-        return sync_cost(setup_of(actor, world_size=ranks, servers=given, on_cuda=on_cuda), m)
+        engine = servers(count=2, tensor_parallel=3, sleeps=False, **changes)
+        return sync_cost(setup_of(actor, world_size=ranks, servers=engine, on_cuda=on_cuda), m)
 
     assert memory_bytes(stage) == about(4 * (FIRST_BYTES + LAST_BYTES))
     assert sent_bytes(stage, 5) == (0, about(LAST_BYTES)) and sent_bytes(stage, 6) == (about(LAST_BYTES), 0)
-    # Of three ranks each has a third of the matrices, all norms, and 64 of the 101 rows, which are filled up to 192.
+    # Each of three ranks has a third of the matrices, all norms, and 64 of the 101 rows, which are padded to 192.
     matrices = 3 * (H * (Q + 2 * K) + Q * H + 3 * H * F) // 3
     of_slices = 2 * (matrices + 3 * (2 * H + 2 * D) + 64 * H + H)
     assert stage(machine(), sliced=True).link_bytes == of_slices
@@ -460,12 +469,14 @@ def test_weights_for_servers_on_the_trainers_devices() -> None:
     assert (shared.memory_bytes, shared.link_bytes) == (about(4 * (FIRST_BYTES + LAST_BYTES) / 2), 0)
 
 
-def test_servers_that_sleep_are_awaited_in_a_sync() -> None:
-    """As long as on the H100, whatever the bytes; on infinitely fast memory nothing else is left."""
+def test_sync_waits_for_servers_to_wake() -> None:
+    """The time is the time on the H100, for any number of bytes. Infinitely fast memory leaves no other time."""
 
     def stage(sleeps: bool) -> StageCost:
-        given = servers(sleeps=sleeps)
-        return sync_cost(setup_of(role(tp=1, dp=1, first_rank=0), world_size=1, servers=given, on_cuda=True), machine())
+        engine = servers(sleeps=sleeps)
+        return sync_cost(
+            setup_of(role(tp=1, dp=1, first_rank=0), world_size=1, servers=engine, on_cuda=True), machine()
+        )
 
     awake, asleep = stage(False), stage(True)
     assert 0.7 < asleep.seconds - awake.seconds < 0.9
@@ -474,32 +485,32 @@ def test_servers_that_sleep_are_awaited_in_a_sync() -> None:
 
 @pytest.mark.parametrize(("count", "of_the_busiest"), [(1, 1), (2, 1), (3, 2), (7, 4)])
 @pytest.mark.parametrize("shares", [False, True])
-def test_weights_for_servers_elsewhere(count: int, of_the_busiest: int, shares: bool) -> None:
-    """A server receives the model; two ranks of each stage broadcast their stage to one server after the other."""
+def test_sync_into_servers_on_other_devices(count: int, of_the_busiest: int, shares: bool) -> None:
+    """Each server receives the model. Two ranks of each stage broadcast their stage to the servers in turn."""
     link = "intra_node_bandwidth" if shares else "inter_node_bandwidth"
-    given = servers(count=count, colocated=False, shares_machine=shares)
-    found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=given), machine(**{link: 1.0}, devices_per_node=10))
-    assert found.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, of_the_busiest * LAST_BYTES))
+    engine = servers(count=count, colocated=False, shares_machine=shares)
+    cost = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=engine), machine(**{link: 1.0}, devices_per_node=10))
+    assert cost.seconds * 0.7 == about(max(FIRST_BYTES + LAST_BYTES, of_the_busiest * LAST_BYTES))
 
 
-def test_who_reaches_servers_elsewhere() -> None:
-    """Of two nodes of two ranks only the first one's reach servers that stand there, a rank of each stage; all reach
-    those that a node has no room for, which are started apart, and those that `urls` name."""
+def test_sending_ranks_for_remote_servers() -> None:
+    """There are two nodes of two ranks. Only ranks of the first node reach servers on that node, with one rank of each
+    stage. All ranks reach servers that have no room on a node, and servers of `urls`."""
     nodes = machine(inter_node_bandwidth=1.0, devices_per_node=2)
 
     def sent(**changes: Any) -> float:
-        given = servers(count=2, tensor_parallel=1, colocated=False, **changes)
-        return sync_cost(setup_of(TWO_STAGES, world_size=4, servers=given), nodes).seconds * 0.7
+        engine = servers(count=2, tensor_parallel=1, colocated=False, **changes)
+        return sync_cost(setup_of(TWO_STAGES, world_size=4, servers=engine), nodes).seconds * 0.7
 
     whole = FIRST_BYTES + LAST_BYTES
     assert sent() == about(2 * LAST_BYTES) and sent(reached_from_everywhere=True) == about(whole)
     seven = servers(count=7, colocated=False)
-    found = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=seven), nodes)
-    assert found.seconds * 0.7 == about(4 * LAST_BYTES)
+    cost = sync_cost(setup_of(TWO_STAGES, world_size=4, servers=seven), nodes)
+    assert cost.seconds * 0.7 == about(4 * LAST_BYTES)
 
 
 def moved_bytes(stage: Stage) -> float:
-    """Bytes between a device and its host."""
+    """Return the bytes between a device and its host."""
     cost = stage(machine(host_bandwidth=1e-3))
     assert cost.bound_by == "host"
     waiting = stage(machine(host_bandwidth=float("inf"))).seconds
@@ -507,8 +518,9 @@ def moved_bytes(stage: Stage) -> float:
     return cost.host_bytes
 
 
-def test_what_rests_travels() -> None:
-    """Weights come for a pass, everything comes and goes for a step's updates, a sync reads weights where they lie."""
+def test_offloaded_state_is_transferred() -> None:
+    """Weights are loaded for a pass. All state is loaded and offloaded for the updates of a step. A sync reads the
+    weights on the host."""
     everything = role(offload=OffloadSettings(weights=True, gradients=True, optimizer=True))
     reference = role(name="reference", trained=False, offload=OffloadSettings(weights=True))
     weights = 2 * max(everything.parameters(stage) for stage in (0, 1))
@@ -520,16 +532,16 @@ def test_what_rests_travels() -> None:
     assert update_cost(role(offload=OffloadSettings(gradients=True)), work(), machine()).host_bytes == 0
 
 
-def test_an_optimizer_on_the_host() -> None:
-    """Gradients go and main weights come in each of three updates, in float32; 28 bytes a parameter are read or written
-    there. On a CPU nothing travels."""
-    plain, there = role(), role(on_host=0.5)
-    shard = max(there.parameters(stage) for stage in (0, 1))
-    cost = update_cost(there, work(), machine(host_bandwidth=1e-3))
+def test_optimizer_on_the_host() -> None:
+    """In each of three updates, gradients are sent and main weights are received in float32. The host reads or writes
+    28 bytes per parameter. On a CPU nothing is transferred."""
+    plain, offloaded = role(), role(on_host=0.5)
+    shard = max(offloaded.parameters(stage) for stage in (0, 1))
+    cost = update_cost(offloaded, work(), machine(host_bandwidth=1e-3))
     assert cost.host_bytes == 3 * shard / 2 * 8
-    seconds = [update_cost(r, work(), machine(host_bandwidth=float("inf"))).seconds for r in (plain, there)]
+    seconds = [update_cost(r, work(), machine(host_bandwidth=float("inf"))).seconds for r in (plain, offloaded)]
     assert seconds[1] - seconds[0] == pytest.approx(3 * shard / 2 * 28 / 50e9, rel=1e-6)
-    moved = [update_cost(r, work(), machine(memory_bandwidth=1.0)).memory_bytes for r in (plain, there)]
+    moved = [update_cost(r, work(), machine(memory_bandwidth=1.0)).memory_bytes for r in (plain, offloaded)]
     assert moved[0] - moved[1] == about(3 * shard / 2 * 30)
-    on_cpu = update_cost(there, work(on_cuda=False), machine(is_cuda=False, host_bandwidth=1e-3))
+    on_cpu = update_cost(offloaded, work(on_cuda=False), machine(is_cuda=False, host_bandwidth=1e-3))
     assert on_cpu.host_bytes == 0

@@ -1,4 +1,4 @@
-"""Which engine generates where nothing is said: decided once by the device, and told with what the other would take."""
+"""The default of `rollout.engine`, which depends on the device, and the comparison with the other engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.plan import machine
 SMALL = ROOT / "configs" / "qwen3_0.6b_1gpu_gsm8k.yaml"
 MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 EXPERTS = ROOT / "tests/support/qwen3_30b_a3b_4node.yaml"
-UNSAID = ("rollout.engine=null", "rollout.sglang=null")
+UNSET = ("rollout.engine=null", "rollout.sglang=null")
 
 
 @pytest.fixture(autouse=True)
@@ -37,90 +37,100 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("machine", "engine"), [("h100", "sglang"), ("cpu", "transformers")])
-def test_the_plan_follows_the_machine_that_it_is_for(machine: str, engine: str) -> None:
+def test_plan_follows_its_machine(machine: str, engine: str) -> None:
     models = read_models(load_config(SMALL), ROOT / "configs" / "models").models
-    unsaid, said = (
-        make_plan(load_config(SMALL, [*UNSAID[:1], f"rollout.engine={word}", "rollout.sglang=null"]), models, m, 1)
+    default, explicit = (
+        make_plan(
+            load_config(SMALL, [*UNSET[:1], f"rollout.engine={engine_name}", "rollout.sglang=null"]), models, m, 1
+        )
         for m in [find_machine(machine)]
-        for word in ("null", engine)
+        for engine_name in ("null", engine)
     )
-    assert unsaid == said
+    assert default == explicit
 
 
 @pytest.mark.parametrize(("on_cuda", "engine"), [(True, "sglang"), (False, "transformers")])
-def test_the_default_is_resolved_once_and_is_seen(on_cuda: bool, engine: str, tmp_path: Path) -> None:
-    config = resolve(load_config(QUICKSTART, UNSAID), on_cuda=on_cuda)
+def test_default_engine_is_resolved_once(on_cuda: bool, engine: str, tmp_path: Path) -> None:
+    config = resolve(load_config(QUICKSTART, UNSET), on_cuda=on_cuda)
     assert dict(describe(config, derive_run(config, 2)))["rollout"].startswith(engine)
     save_config(config, tmp_path / "config.yaml")
     saved = load_config(tmp_path / "config.yaml")
     assert saved.rollout.engine == engine
-    assert resolve(saved, on_cuda=not on_cuda).rollout.engine == engine  # what was chosen stays
-    for given in ("sglang", "transformers"):
-        chosen = resolve(load_config(QUICKSTART, [f"rollout.engine={given}"]), on_cuda=on_cuda)
-        assert chosen.rollout.engine == given
+    assert resolve(saved, on_cuda=not on_cuda).rollout.engine == engine  # the saved choice does not change
+    for engine_name in ("sglang", "transformers"):
+        chosen = resolve(load_config(QUICKSTART, [f"rollout.engine={engine_name}"]), on_cuda=on_cuda)
+        assert chosen.rollout.engine == engine_name
 
 
 def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("rollout.engine=null", "rollout.sglang={tensor_parallel: 1}")
-    assert main(["plan", str(QUICKSTART), "--machine", "cpu", *words]) == 2
-    said = "rollout.sglang is given but rollout.engine is 'transformers', which is the default without CUDA"
-    assert said in capsys.readouterr().err
-    assert main(["plan", str(QUICKSTART), "--machine", "h100", *words, "model.dtype=bfloat16"]) == 0
+    overrides = ("rollout.engine=null", "rollout.sglang={tensor_parallel: 1}")
+    assert main(["plan", str(QUICKSTART), "--machine", "cpu", *overrides]) == 2
+    message = "rollout.sglang is given but rollout.engine is 'transformers', which is the default without CUDA"
+    assert message in capsys.readouterr().err
+    assert main(["plan", str(QUICKSTART), "--machine", "h100", *overrides, "model.dtype=bfloat16"]) == 0
 
 
-def test_servers_on_gpus_have_no_float32(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their kernels end the server after a minute; where the other engine generates, the plan says why not SGLang."""
+def test_servers_on_gpus_reject_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernels of SGLang end the server after a minute. If the other engine generates, the plan explains why SGLang
+    is not possible."""
     assert main(["plan", str(QUICKSTART), "--machine", "h100", "rollout.engine=null"]) == 2
-    said = "model.dtype is float32, which its GPU kernels do not support"
+    reason = "model.dtype is float32, which its GPU kernels do not support"
     remedy = "set model.dtype to bfloat16, or rollout.engine to transformers"
-    assert f"rollout.engine is sglang, but {said}; {remedy}" in capsys.readouterr().err
+    assert f"rollout.engine is sglang, but {reason}; {remedy}" in capsys.readouterr().err
     assert main(["plan", str(QUICKSTART), "--machine", "h100"]) == 0
-    assert f"SGLang is not possible: {said}" in capsys.readouterr().out
+    assert f"SGLang is not possible: {reason}" in capsys.readouterr().out
     assert main(["plan", str(QUICKSTART), "--machine", "cpu", "rollout.engine=sglang"]) == 0
 
 
-def test_the_default_engine_keeps_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.sglang={deterministic: false}"]
-    assert main(["plan", str(QUICKSTART), "--machine", "h100", *words]) == 2
+def test_default_engine_obeys_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.sglang={deterministic: false}"]
+    assert main(["plan", str(QUICKSTART), "--machine", "h100", *overrides]) == 2
     assert "rollout.when_stopped is keep and rollout.sglang.deterministic is false" in capsys.readouterr().err
 
 
 @pytest.mark.waits
-def test_a_dry_run_checks_the_engine_that_the_run_would_have_here(
+def test_dry_run_checks_the_default_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What nobody named is planned for and run on this machine, which has neither GPUs nor SGLang."""
+    """The default engine is planned and checked for this machine, which has neither GPUs nor SGLang."""
     installed = software.installed_version
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else installed(name))
     monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
-    words = ["train", str(QUICKSTART), "--dry-run", *UNSAID, "runtime.device=auto", f"run.directory={tmp_path / 'run'}"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "transformers on every rank" in said and "SGLang is not installed" in said
-    assert "plan             2 ranks on this machine's " in said and "with SGLang, the rollout would take" in said
-    assert "H100" not in said
-    assert main([*words, "--machine", "h100"]) == 2  # that is where it is to run
+    arguments = [
+        "train",
+        str(QUICKSTART),
+        "--dry-run",
+        *UNSET,
+        "runtime.device=auto",
+        f"run.directory={tmp_path / 'run'}",
+    ]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "transformers on every rank" in output and "SGLang is not installed" in output
+    assert "plan             2 ranks on this machine's " in output and "with SGLang, the rollout would take" in output
+    assert "H100" not in output
+    assert main([*arguments, "--machine", "h100"]) == 2  # the machine of the run
     assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.waits
-def test_a_dry_run_plans_for_other_machines_where_this_one_is_too_small(
+def test_dry_run_plans_for_another_machine_if_too_small(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path / 'run'}"]
+    arguments = ["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path / 'run'}"]
     small = dataclasses.replace(MACHINES["cpu"], memory_bytes=2.12e9, summary="a small machine")
     monkeypatch.setattr(dry_run, "this_machine", lambda: small)
-    assert main(words) == 0
+    assert main(arguments) == 0
     plans = [line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if " plan  " in line]
     assert plans[0].startswith("2 ranks on a small machine: does not fit: rank 1 needs ")
     assert plans[1].startswith("2 x H100 SXM, 80 GB instead: fits: ")
     assert plans[-1] == "--machine selects another machine"
-    assert main([*words, "runtime.device=cuda"]) == 0
+    assert main([*arguments, "runtime.device=cuda"]) == 0
     assert "\nfine    plan             2 x H100 SXM, 80 GB: fits: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("path", "machine", "gpus", "given"),
+    ("path", "machine", "gpus", "overrides"),
     [
         (SMALL, "h100", 1, ()),
         (SMALL, "h100", 1, ("rollout.engine=transformers", "rollout.sglang=null")),
@@ -129,58 +139,57 @@ def test_a_dry_run_plans_for_other_machines_where_this_one_is_too_small(
         (ROOT / "configs/sglang_disaggregated.yaml", "cpu", 2, ("rollout.ahead=2", "rollout.max_lag=2")),
     ],
 )
-def test_the_other_engine_is_what_its_overrides_make(
-    path: Path, machine: str, gpus: int, given: tuple[str, ...]
-) -> None:
-    config, its_machine = load_config(path, given), MACHINES[machine]
+def test_other_engine_matches_its_overrides(path: Path, machine: str, gpus: int, overrides: tuple[str, ...]) -> None:
+    config, its_machine = load_config(path, overrides), MACHINES[machine]
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, its_machine, gpus)
-    changed = load_config(path, [*given, *other.overrides])
+    changed = load_config(path, [*overrides, *other.overrides])
     assert changed.rollout.engine == other.engine != config.rollout.engine
-    found = make_plan(changed, models, its_machine, gpus)
-    assert found.fits
-    assert found.stages[0].seconds == other.rollout_seconds
+    expected = make_plan(changed, models, its_machine, gpus)
+    assert expected.fits
+    assert expected.stages[0].seconds == other.rollout_seconds
     assert all(word in other.sentence for word in other.overrides)
 
 
-def rollouts(path: Path, machine: Machine, gpus: int, tried: Iterable[list[str]]) -> list[float]:
-    """Seconds of the rollouts that fit, by plans of all that is tried."""
+def rollouts(path: Path, machine: Machine, gpus: int, candidates: Iterable[list[str]]) -> list[float]:
+    """Return the seconds of the rollouts of all candidates that fit."""
     config = load_config(path)
     models = read_models(config, ROOT / "configs" / "models").models
-    found = []
-    for words in tried:
+    durations = []
+    for overrides in candidates:
         try:
-            plan = make_plan(load_config(path, words), models, machine, gpus)
+            plan = make_plan(load_config(path, overrides), models, machine, gpus)
         except ConfigError:  # no room for the longest sequence
             continue
         if plan.fits and plan.gpus + plan.server_gpus <= gpus:
-            found.append(plan.stages[0].seconds)
-    return found
+            durations.append(plan.stages[0].seconds)
+    return durations
 
 
-def test_the_other_engine_has_the_best_settings_that_fit() -> None:
-    """The embedded one with batches up to 512, servers of one, two, four or eight ranks with tenths of the memory; what
-    is told is how the two compare."""
+def test_other_engine_has_the_best_settings() -> None:
+    """The embedded engine has batches of up to 512 samples. Servers have one, two, four or eight ranks with tenths of
+    the memory. The message reports the ratio of the two times."""
     machine, gpus = MACHINES["h100"], 8
     batches = [["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={2**n}"]
                for n in range(10)]  # fmt: skip
     servers = [["rollout.engine=sglang", f"rollout.sglang={{tensor_parallel: {tp}, memory_fraction: {tenths / 10}}}"]
                for tp in (1, 2, 4, 8) for tenths in range(1, 9)]  # fmt: skip
     models = read_models(load_config(SMALL), ROOT / "configs" / "models").models
-    for given, others in ((servers[0], batches), (batches[0], servers)):
-        config = load_config(SMALL, given)
-        found, fitting = other_engine(config, models, machine, gpus), rollouts(SMALL, machine, gpus, others)
+    for overrides, others in ((servers[0], batches), (batches[0], servers)):
+        config = load_config(SMALL, overrides)
+        other, fitting = other_engine(config, models, machine, gpus), rollouts(SMALL, machine, gpus, others)
         best = min(fitting)
-        assert found.rollout_seconds == best and len(fitting) < len(others)
+        assert other.rollout_seconds == best and len(fitting) < len(others)
         now = make_plan(config, models, machine, gpus).stages[0].seconds
-        said = f"the rollout would take {best:.3g} seconds, "
-        said += f"{best / now:.2g} times as long: " if best > now else f"{now / best:.2g} times faster: "
-        assert said in found.sentence
+        message = f"the rollout would take {best:.3g} seconds, "
+        message += f"{best / now:.2g} times as long: " if best > now else f"{now / best:.2g} times faster: "
+        assert message in other.sentence
 
 
-def test_what_servers_are_tried() -> None:
-    """A few samples of a large model are generated fastest by two ranks together, though a third has no server then;
-    many long ones with the eight tenths of the memory that fit beside what stays of the roles."""
+def test_candidate_settings_of_servers() -> None:
+    """Two ranks together generate a few samples of a large model fastest, although a third rank then has no server.
+    Many long samples are generated fastest with eight tenths of the memory, which fit in addition to the resident state
+    of the roles."""
     roomy, large = (dataclasses.replace(MACHINES["b200"], memory_bytes=n) for n in (2e12, 3e11))
     embedded = ["rollout.engine=transformers", "rollout.sglang=null"]
     cases = (
@@ -194,17 +203,17 @@ def test_what_servers_are_tried() -> None:
         assert override in other_engine(config, models, its_machine, gpus).overrides
 
 
-def test_engines_that_take_as_long_are_told_so() -> None:
-    """Where starting kernels is all that takes time: one batch of a rank's 200 samples makes as many steps as a server
-    that runs all 400 of them, two batches make twice as many."""
+def test_engines_with_equal_time_are_reported() -> None:
+    """Only kernel launches take time. One batch of the 200 samples of a rank takes the same number of steps as a server
+    that runs all 400 samples. Two batches take twice the number of steps."""
     instant = machine(is_cuda=False, shared_by_ranks=True, memory_bytes=1e15)
-    for batch, words in ((200, "the same time as now: "), (100, "2 times faster: ")):
+    for batch, message in ((200, "the same time as now: "), (100, "2 times faster: ")):
         config = load_config(QUICKSTART, ["rollout.engine=transformers", f"rollout.generate_batch_sequences={batch}"])
         models = read_models(config, None).models
-        assert words in other_engine(config, models, instant, 2).sentence
+        assert message in other_engine(config, models, instant, 2).sentence
 
 
-def test_an_engine_that_does_not_fit_is_told() -> None:
+def test_missing_memory_for_an_engine_is_reported() -> None:
     config = load_config(EXPERTS)
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, MACHINES["h100"], 32)
@@ -228,25 +237,28 @@ def test_sglang_is_faster_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nwith the embedded engine, the rollout would take " in capsys.readouterr().out
 
 
-def test_a_run_is_told_its_plan_and_gets_its_deadlines() -> None:
+def test_run_gets_its_plan_and_deadlines() -> None:
     config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
     layout = {"tensor_parallel": 1, "pipeline_parallel": 2, "pipeline_layers": (3, 1)}
     actor = config.actor.model_copy(update={"layout": config.actor.layout.model_copy(update=layout)})
-    found = plan_start(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
-    rows = dict(found.rows)
+    start = plan_start(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
+    rows = dict(start.rows)
     assert rows["actor pipeline"] == "chunks of 3, 1 layers" and "critic pipeline" not in rows
-    assert rows["layers"].startswith("torch's layers, because Transformer Engine "), "what it is without, and why"
+    assert rows["layers"].startswith("torch's layers, because Transformer Engine "), (
+        "the missing library and the reason"
+    )
     assert "and its rollout" in rows["plan"] and rows["other engine"].startswith("with the embedded engine, ")
-    assert found.deadlines.request_seconds == 1800.0
+    assert start.deadlines.request_seconds == 1800.0
 
 
-def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring of Transformer Engine has none; without it, or without a window, nothing is refused."""
+def test_context_parallel_windows_need_attention_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring attention of Transformer Engine has no window. Without Transformer Engine or without a window, no
+    configuration is refused."""
     folder = tmp_path / "model"
     folder.mkdir()
-    found = json.loads((ROOT / "configs/models/tiny_arithmetic/config.json").read_text())
+    content = json.loads((ROOT / "configs/models/tiny_arithmetic/config.json").read_text())
     window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
-    (folder / "config.json").write_text(json.dumps({**found, "model_type": "qwen3", **window}))
+    (folder / "config.json").write_text(json.dumps({**content, "model_type": "qwen3", **window}))
     settings = [
         f"model.path={folder}",
         "actor.layout={context_parallel: 2}",
@@ -267,7 +279,7 @@ def test_windows_of_shared_out_samples_need_torchs_attention(tmp_path: Path, mon
     plan_start(load_config(QUICKSTART, [*settings[1:], "rollout.engine=transformers"]), 2, MACHINES["cpu"])
 
 
-def test_deadlines_follow_the_plan_where_none_are_given() -> None:
+def test_deadlines_follow_the_plan_by_default() -> None:
     config = resolve(load_config(SMALL), on_cuda=True)
     slow = planned_deadlines(config, {"rollout": 1000.0, "evaluate": 1000.0})
     assert slow.request_seconds == 4000.0
@@ -281,44 +293,46 @@ def test_deadlines_follow_the_plan_where_none_are_given() -> None:
     assert long.of_phases == {"update_actor": 4000.0}
 
 
-def test_settings_that_a_run_has_written_give_the_same_deadlines(tmp_path: Path) -> None:
-    """The defaults of limits that follow from the plan are not written, as they would count as given then."""
+def test_saved_settings_give_the_same_deadlines(tmp_path: Path) -> None:
+    """Defaults of limits that follow from the plan are not saved. Otherwise they would count as explicit settings."""
     planned = {"rollout": 9000.0}
-    for given in ([], ["runtime.collective_timeout_seconds=90000"], ["runtime.phase_timeout_seconds=null"]):
-        config = resolve(load_config(SMALL, given), on_cuda=True)
+    for overrides in ([], ["runtime.collective_timeout_seconds=90000"], ["runtime.phase_timeout_seconds=null"]):
+        config = resolve(load_config(SMALL, overrides), on_cuda=True)
         save_config(config, tmp_path / "config.yaml")
         assert load_config(tmp_path / "config.yaml") == config
         assert planned_deadlines(load_config(tmp_path / "config.yaml"), planned) == planned_deadlines(config, planned)
 
 
-def test_a_start_may_last_as_long_as_its_reading_and_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose own limit is to end a server that does not answer, with what it said, and not the watchdog."""
+def test_start_deadline_includes_loading_and_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start timeout of the servers must end a server that does not answer, with the output of the server, before
+    the watchdog does."""
     slow = resolve(load_config(SMALL, ["rollout.sglang.start_timeout_seconds=3000"]), on_cuda=True)
     assert planned_deadlines(slow, {"rollout": 1.0, "start": 100.0}).of_phases == {"start": 3700.0}
     config = resolve(load_config(QUICKSTART), on_cuda=False)
     disk = dataclasses.replace(ASSUMED, checkpoint_bytes_per_second=1e3)
-    for room in ("here", "stopping"):
-        monkeypatch.setattr(f"megappo.plan.{room}.ASSUMED", disk)
+    for module in ("here", "stopping"):
+        monkeypatch.setattr(f"megappo.plan.{module}.ASSUMED", disk)
     limits = plan_start(config, 2, MACHINES["cpu"]).deadlines.of_phases
-    assert limits["start"] > limits["export"] > 1500  # the models, too
+    assert limits["start"] > limits["export"] > 1500  # including the models
 
 
-def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
-    """Whoever waits in one for a rank that still generates is ended by the watchdog, which knows of the tokens."""
+def test_collectives_outlast_continuing_phases() -> None:
+    """Ranks that wait in a collective for a rank that still generates are ended by the watchdog, which observes the
+    tokens."""
     planned = {"rollout": 1000.0}
     watched = planned_deadlines(load_config(SMALL), planned)
     assert watched.collective_seconds == WATCHED_COLLECTIVE_SECONDS > 1e5
     alone = planned_deadlines(load_config(SMALL, ["runtime.phase_timeout_seconds=null"]), planned)
     assert alone.collective_seconds == 1800
-    given = load_config(SMALL, ["runtime.collective_timeout_seconds=3999"])
+    config = load_config(SMALL, ["runtime.collective_timeout_seconds=3999"])
     with pytest.raises(ConfigError, match=r"seconds is 3999, but a phase \(rollout\) may last 4000 seconds"):
-        planned_deadlines(given, planned)
-    given = load_config(SMALL, ["runtime.collective_timeout_seconds=4001"])
-    assert planned_deadlines(given, planned).collective_seconds == 4001
+        planned_deadlines(config, planned)
+    config = load_config(SMALL, ["runtime.collective_timeout_seconds=4001"])
+    assert planned_deadlines(config, planned).collective_seconds == 4001
 
 
 @pytest.mark.parametrize(
-    ("given", "phases", "request_seconds"),
+    ("override", "phases", "request_seconds"),
     [
         ("runtime.phase_timeouts_seconds={rollout: 60}", {"rollout": 60.0, "evaluate": 4000.0}, 4000.0),
         ("runtime.phase_timeout_seconds=70", {}, 4000.0),
@@ -326,18 +340,18 @@ def test_no_collective_fails_in_a_phase_that_may_go_on() -> None:
         ("rollout.sglang.request_timeout_seconds=80", {"rollout": 4000.0, "evaluate": 4000.0}, 80.0),
     ],
 )
-def test_deadlines_that_are_given_stay(given: str, phases: dict[str, float], request_seconds: float) -> None:
-    found = planned_deadlines(load_config(SMALL, [given]), {"rollout": 1000.0, "evaluate": 1000.0})
-    assert found.of_phases == phases
-    assert found.request_seconds == request_seconds
+def test_explicit_deadlines_are_kept(override: str, phases: dict[str, float], request_seconds: float) -> None:
+    deadlines = planned_deadlines(load_config(SMALL, [override]), {"rollout": 1000.0, "evaluate": 1000.0})
+    assert deadlines.of_phases == phases
+    assert deadlines.request_seconds == request_seconds
 
 
-def test_a_longer_response_has_later_deadlines() -> None:
+def test_longer_responses_have_later_deadlines() -> None:
     limits = []
     for tokens in (1024, 32768):
-        words = [f"rollout.max_response_tokens={tokens}", "actor.microbatch_budget_tokens=65536"]
-        words += ["critic.microbatch_budget_tokens=65536", f"model.path={ROOT / 'configs/models/Qwen3-0.6B'}"]
-        config = resolve(load_config(SMALL, words), on_cuda=True)
+        overrides = [f"rollout.max_response_tokens={tokens}", "actor.microbatch_budget_tokens=65536"]
+        overrides += ["critic.microbatch_budget_tokens=65536", f"model.path={ROOT / 'configs/models/Qwen3-0.6B'}"]
+        config = resolve(load_config(SMALL, overrides), on_cuda=True)
         limits.append(plan_start(config, 1, MACHINES["h100"]).deadlines.request_seconds)
     assert limits[0] == 1800.0 and limits[1] > 5000.0
 
@@ -354,6 +368,6 @@ def test_a_longer_response_has_later_deadlines() -> None:
         ("Some GPU", 12.0, "h100"),
     ],
 )
-def test_a_device_is_found_in_the_table(device: str, gigabytes: float, name: str) -> None:
-    found = machine_like(device, gigabytes * 1e9)
-    assert (found.name, found.memory_bytes) == (name, gigabytes * 1e9)
+def test_device_is_found_in_the_table(device: str, gigabytes: float, name: str) -> None:
+    machine = machine_like(device, gigabytes * 1e9)
+    assert (machine.name, machine.memory_bytes) == (name, gigabytes * 1e9)

@@ -1,4 +1,4 @@
-"""A model whose keys and values are made of latents: what its plan counts, and which settings it refuses."""
+"""Multi-head latent attention: the sizes in the plan, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PATH = MODELS / "DeepSeek-V3"
 SHIPPED = ROOT / "configs" / "deepseek_v3_32node_dapo_math.yaml"
 
 
-def test_weights_are_counted_where_they_stand() -> None:
-    """Of DeepSeek-V3 as transformers builds it: 671 billion weights, 37 billion of each token. Latents' matrices and
-    norms are whole on each tensor parallel rank."""
+def test_weights_are_counted_on_their_ranks() -> None:
+    """Check DeepSeek-V3 as transformers builds the model: 671 billion weights, 37 billion per token. Each tensor
+    parallel rank has whole matrices and norms of the latents."""
     config = AutoConfig.from_pretrained(PATH)
     del config.quantization_config
     with torch.device("meta"):
@@ -52,15 +52,16 @@ def test_weights_are_counted_where_they_stand() -> None:
     starts = [0, *itertools.accumulate(role.chunk_layers or even_layers(61, grid.pp))]
     for stage, (first, last) in enumerate(itertools.pairwise(starts)):
         dense = sum(layer < 3 for layer in range(first, last))
-        held = (last - first) * (whole + of_heads) + (last - first - dense) * of_expert_layer
-        held += dense * 3 * 7168 * 18432 // grid.tp
-        held += (stage in (0, grid.pp - 1)) * role.padded_vocab // grid.tp * 7168 + 7168 * (stage == grid.pp - 1)
-        assert role.parameters(stage) == held
+        expected = (last - first) * (whole + of_heads) + (last - first - dense) * of_expert_layer
+        expected += dense * 3 * 7168 * 18432 // grid.tp
+        expected += (stage in (0, grid.pp - 1)) * role.padded_vocab // grid.tp * 7168 + 7168 * (stage == grid.pp - 1)
+        assert role.parameters(stage) == expected
 
 
-def test_what_an_engine_keeps_of_a_token() -> None:
-    """512 numbers and 64 of a key in each of 61 layers, on every rank of a server. For each token before it SGLang
-    multiplies 128 heads' queries with both and adds up the first; the embedded engine makes heads' keys and values."""
+def test_cache_and_flops_of_a_token() -> None:
+    """Each rank of a server keeps 512 numbers of the latent and 64 of a key in each of 61 layers. For each previous
+    token, SGLang multiplies the queries of 128 heads by both, and sums the latents. The embedded engine computes the
+    keys and values of the heads."""
     arch = read_models(load_config(SHIPPED), MODELS).models.actor
     assert token_bytes(arch, 1, 2) == token_bytes(arch, 16, 2) == 2 * 61 * 576
     assert generation_flops_of_pair(arch, served=True) == 2 * 61 * 128 * (576 + 512)
@@ -68,7 +69,7 @@ def test_what_an_engine_keeps_of_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["actor.lora={rank: 4, alpha: 8}"], "adapters of a deepseek_v3 are not supported; train its weights"),
         (
@@ -81,15 +82,15 @@ def test_what_an_engine_keeps_of_a_token() -> None:
         ),
     ],
 )
-def test_settings_that_do_not_go_with_it_are_refused(overrides: list[str], words: str) -> None:
-    assert_refused(SHIPPED, overrides, 256, words)
+def test_unsupported_settings_are_refused(overrides: list[str], message: str) -> None:
+    assert_refused(SHIPPED, overrides, 256, message)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
-    ("rope", "words"),
+    ("rope", "message"),
     [
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "computes rope type 'linear' as yarn"),
         (YARN | {"mscale": 0.7}, "by 1.09704, but mscale 0.7 of config.json's rope_parameters require 1.13863"),
@@ -105,24 +106,26 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ({"rope_type": "default", "rope_theta": 1e4}, ""),
     ],
 )
-def test_ropes_that_sglang_reads_otherwise_are_refused(tmp_path: Path, rope: dict[str, Any], words: str) -> None:
+def test_ropes_with_a_different_reading_in_sglang_are_refused(
+    tmp_path: Path, rope: dict[str, Any], message: str
+) -> None:
     arch = read_architecture(write_model(tmp_path / "m", "deepseek_v3", 1, num_hidden_layers=2, rope_parameters=rope))
-    found = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=40))
-    assert words in found and bool(words) == bool(found)
+    problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=40))
+    assert message in problem and bool(message) == bool(problem)
 
 
 @pytest.mark.parametrize("mscale_all_dim", [None, 0.7, 1.0])
-def test_scores_are_scaled_as_by_transformers(tmp_path: Path, mscale_all_dim: float | None) -> None:
+def test_scores_are_scaled_as_in_transformers(tmp_path: Path, mscale_all_dim: float | None) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16}
     rope |= {} if mscale_all_dim is None else {"mscale_all_dim": mscale_all_dim}
     folder = write_model(tmp_path / "m", "deepseek_v3", 1, rope_parameters=rope)
-    found = AutoModelForCausalLM.from_pretrained(folder).model.layers[0].self_attn.scaling
-    assert softmax_scale(read_architecture(folder)) == pytest.approx(found, rel=1e-9)
+    scaling = AutoModelForCausalLM.from_pretrained(folder).model.layers[0].self_attn.scaling
+    assert softmax_scale(read_architecture(folder)) == pytest.approx(scaling, rel=1e-9)
 
 
-def test_the_best_groups_have_the_experts(tmp_path: Path) -> None:
-    """Those that transformers' router takes, though single experts elsewhere score higher, with K of other numbers than
-    two for each group."""
+def test_best_groups_have_the_experts(tmp_path: Path) -> None:
+    """The router of transformers chooses the same experts, although single experts of other groups have higher scores.
+    K differs from two per group."""
     folder = write_model(
         tmp_path / "m", "deepseek_v3", 1, n_routed_experts=24, n_group=6, topk_group=2, num_experts_per_tok=7
     )
@@ -137,8 +140,8 @@ def test_the_best_groups_have_the_experts(tmp_path: Path) -> None:
     def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.topk(scores, k=k, dim=1)
 
-    values, found = RouterChoice(layer, 0, 0).get_replay_topk(scores.sigmoid(), 7, 6, 2, largest)
-    assert torch.equal(found.sort(1).values, experts.sort(1).values)
-    assert torch.equal(values, scores.sigmoid().gather(1, found))
+    values, chosen = RouterChoice(layer, 0, 0).get_replay_topk(scores.sigmoid(), 7, 6, 2, largest)
+    assert torch.equal(chosen.sort(1).values, experts.sort(1).values)
+    assert torch.equal(values, scores.sigmoid().gather(1, chosen))
     alone = (scores.sigmoid() + router.e_score_correction_bias).topk(7).indices
-    assert not torch.equal(alone.sort(1).values, found.sort(1).values)
+    assert not torch.equal(alone.sort(1).values, chosen.sort(1).values)

@@ -1,4 +1,4 @@
-"""A model with linear attention in most layers: what its plan counts, and which settings it refuses."""
+"""Linear attention in most layers: the sizes in the plan, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ SHIPPED = ROOT / "configs" / "qwen3_next_80b_a3b_4node_dapo_math.yaml"
 
 
 @pytest.mark.parametrize("layers", ["auto", "[11, 13, 12, 12]"])
-def test_layers_of_linear_attention_are_counted_where_they_stand(layers: str) -> None:
-    """Of Qwen3-Next, as transformers builds it, every fourth layer has attention; the others are larger."""
+def test_linear_attention_layers_are_counted_on_their_stages(layers: str) -> None:
+    """In Qwen3-Next, as transformers builds the model, every fourth layer has attention. The other layers are
+    larger."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(PATH))
     per_layer = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
@@ -34,32 +35,32 @@ def test_layers_of_linear_attention_are_counted_where_they_stand(layers: str) ->
     models = read_models(config, MODELS).models
     assert model_sizes(models.actor)[0] == sum(p.numel() for p in model.parameters())
     active = sum(model_sizes(models.actor)[1:]) + 151936 * 2048
-    assert active == pytest.approx(3.9e9, rel=0.02)  # 3 billion of each token, and the vocabulary twice
+    assert active == pytest.approx(3.9e9, rel=0.02)  # 3 billion per token, and the vocabulary twice
     role = make_setup(config, models, 16, on_cuda=True).actor
     counts = role.chunk_layers or even_layers(48, 4)
     starts = [0, *itertools.accumulate(counts)]
     for stage in range(2):
-        here = [n for chunk in (stage, stage + 2) for n in range(starts[chunk], starts[chunk + 1])]
-        held = sum(per_layer[n] for n in here) + 151936 * 2048 + (2048 if stage == 1 else 0)
+        layers_of_stage = [n for chunk in (stage, stage + 2) for n in range(starts[chunk], starts[chunk + 1])]
+        expected = sum(per_layer[n] for n in layers_of_stage) + 151936 * 2048 + (2048 if stage == 1 else 0)
         shared = role.parameters(stage) - role.expert_parameters(stage)
-        assert shared + 8 * role.expert_parameters(stage) == held
+        assert shared + 8 * role.expert_parameters(stage) == expected
 
 
-def test_what_grows_with_a_sequence_and_what_does_not() -> None:
-    """Keys and values are there in 12 of 48 layers; the others have a state of 32 heads of 128 x 128 in float32, and
-    four tokens of queries, keys and values for the convolution."""
+def test_cache_and_state_of_a_sequence() -> None:
+    """Keys and values exist in 12 of 48 layers. The other layers have a state of 32 heads of 128 x 128 in float32.
+    Their convolution keeps queries, keys and values of four tokens."""
     arch = read_models(load_config(SHIPPED), MODELS).models.actor
     assert arch.attention_layers == tuple(range(3, 48, 4))
     assert token_bytes(arch, 1, 2) == 2 * 2 * 12 * 2 * 256
     assert state_bytes(arch, 2) == 36 * (4 * 32 * 128 * 128 + 2 * 4 * (2 * 2048 + 4096))
-    # Of a token and head: products with 64 keys of its chunk and what they tell, a triangle of 64 x 64, three products
-    # with the state; of the 16 key heads two products of 64 keys.
+    # Of each token and head: products with 64 keys of the chunk and their update, a triangle of 64 x 64, and three
+    # products with the state. Each of the 16 key heads has two products of 64 keys.
     of_heads = 32 * (64 * 256 + 2 * 64 * 128 + 3 * 2 * 128 * 128)
     assert recurrence_flops(arch) == 36 * (of_heads + 16 * 2 * 2 * 64 * 128)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (
             ["actor.layout={context_parallel: 2}"],
@@ -77,5 +78,5 @@ def test_what_grows_with_a_sequence_and_what_does_not() -> None:
         ),
     ],
 )
-def test_settings_that_do_not_go_with_it_are_refused(overrides: list[str], words: str) -> None:
-    assert_refused(SHIPPED, overrides, 32, words)
+def test_unsupported_settings_are_refused(overrides: list[str], message: str) -> None:
+    assert_refused(SHIPPED, overrides, 32, message)

@@ -1,4 +1,5 @@
-"""The planner's formulas against what Megatron models hold: parameters exactly, bytes within five percent."""
+"""Formulas of the planner compared with real Megatron models. Parameters must be equal, and bytes equal within five
+percent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ PROMPT, RESPONSE, SAMPLES = 12, 20, 8
 TP2, PP2, PP3 = "layout.tensor_parallel=2", "layout.pipeline_parallel=2", "layout.pipeline_parallel=3"
 BOTH = ("actor", "critic")
 ONE_MICROBATCH = [f"{role}.microbatch_budget_tokens={SAMPLES * (PROMPT + RESPONSE)}" for role in BOTH]
-# The model, the processes and what differs from `base_config`.
+# The model, the number of processes, and the overrides of `base_config`.
 CASES: dict[str, tuple[str, int, list[str]]] = {
     "tp2-pp2": ("qwen3", 2, [f"actor.{TP2}", f"critic.{PP2}", *ONE_MICROBATCH]),
     "sp": ("qwen3", 2, [f"{r}.{x}" for r in BOTH for x in (TP2, "layout.sequence_parallel=true")] + ONE_MICROBATCH),
@@ -85,7 +86,7 @@ PLACES = [(name, role) for name in CASES for role in BOTH]
 
 
 def write_architecture(root: Path, name: str) -> Path:
-    """A folder with a config.json and nothing else."""
+    """Write a folder that contains only a config.json."""
     family, _, change = name.partition("-")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     sizes = {
@@ -132,7 +133,7 @@ Measured = Callable[[str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration for each model."""
+    """Write one configuration for each model."""
     root = tmp_path_factory.mktemp("plan")
     for model in sorted({model for model, _, _ in CASES.values()}):
         (root / f"{model}.yaml").write_text(yaml.safe_dump(base_config(write_architecture(root, model))))
@@ -141,15 +142,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(root: Path) -> Measured:
-    """Of a case: what each rank found, for each role. It runs once, for the first test that asks."""
+    """Return a function that measures a case once and returns the measurements of each rank for each role."""
     lengths = {"samples": SAMPLES, "sequence_tokens": PROMPT + RESPONSE, "response_tokens": RESPONSE}
 
     @functools.cache
     def measure(name: str) -> list[dict[str, Any]]:
         model, processes, overrides = CASES[name]
         case = {"config": str(root / f"{model}.yaml"), "overrides": overrides, **lengths}
-        found: list[dict[str, Any]] = ask("plan_worker.py", processes, case)
-        return found
+        results: list[dict[str, Any]] = ask("plan_worker.py", processes, case)
+        return results
 
     return measure
 
@@ -158,57 +159,58 @@ def planned(root: Path, name: str, role: str) -> tuple[RoleSetup, Workload]:
     model, processes, overrides = CASES[name]
     config = load_config(root / f"{model}.yaml", overrides)
     setup = make_setup(config, read_models(config, root).models, processes, on_cuda=False)
-    found = setup.critic if role == "critic" else setup.actor
-    assert found is not None
-    return found, setup.work
+    setup_of_role = setup.critic if role == "critic" else setup.actor
+    assert setup_of_role is not None
+    return setup_of_role, setup.work
 
 
-def kept_in_forward(role: RoleSetup, stage: int, work: Workload) -> float:
-    """`kept_bytes` with the head's rows, without the layer that full recomputation fills in backward."""
+def forward_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
+    """Return `kept_bytes` plus the rows of the head, without the layer that full recomputation rebuilds in the backward
+    pass."""
     tokens = role.rank_tokens(work.sequence_tokens)
-    kept = kept_bytes(role, stage, work)
+    total = kept_bytes(role, stage, work)
     if role.recompute == "full":
-        kept -= layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
+        total -= layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
         rows = role.replica_sequences * work.response_tokens / role.grid.cp
-        kept += rows * role.arch.hidden_size * (4 if role.is_critic else role.dtype_bytes)
-    return kept
+        total += rows * role.arch.hidden_size * (4 if role.is_critic else role.dtype_bytes)
+    return total
 
 
 @pytest.mark.parametrize(("name", "role"), PLACES)
-def test_memory_is_what_megatron_holds(root: Path, measured: Measured, name: str, role: str) -> None:
+def test_memory_matches_megatron(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)
-    ranks = [(rank, found[role]) for rank, found in enumerate(measured(name)) if found[role]]
+    ranks = [(rank, measurement[role]) for rank, measurement in enumerate(measured(name)) if measurement[role]]
     assert [rank for rank, _ in ranks] == list(setup.grid.ranks)
-    for rank, found in ranks:
+    for rank, measurement in ranks:
         stage = setup.grid.stage_of(rank)
         assert stage is not None
         memory = role_memory(setup, stage, work)
-        assert memory.parameters == found["parameters"]
-        assert memory.weights == found["weights"]
-        assert memory.gradients == pytest.approx(found["gradients"], rel=0.05)
-        assert memory.optimizer == pytest.approx(found["optimizer"], rel=0.05)
+        assert memory.parameters == measurement["parameters"]
+        assert memory.weights == measurement["weights"]
+        assert memory.gradients == pytest.approx(measurement["gradients"], rel=0.05)
+        assert memory.optimizer == pytest.approx(measurement["optimizer"], rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "role"), [(n, r) for n, r in PLACES if not n.endswith("in-flight")])
-def test_activations_are_what_autograd_keeps(root: Path, measured: Measured, name: str, role: str) -> None:
+def test_activations_match_autograd(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)
     assert setup.microbatches(work.sequence_tokens) == 1
-    kept = {rank: measured(name)[rank][role]["activations"] for rank in setup.grid.ranks}
-    if setup.arch.experts:  # a rank's experts get more or fewer tokens than those of another
-        kept = dict.fromkeys(kept, sum(kept.values()) / len(kept))
-    for rank, found in kept.items():
+    measured_bytes = {rank: measured(name)[rank][role]["activations"] for rank in setup.grid.ranks}
+    if setup.arch.experts:  # experts of different ranks get different numbers of tokens
+        measured_bytes = dict.fromkeys(measured_bytes, sum(measured_bytes.values()) / len(measured_bytes))
+    for rank, actual in measured_bytes.items():
         stage = setup.grid.stage_of(rank)
         assert stage is not None
-        planned_bytes = kept_in_forward(setup, stage, work)
-        if setup.freeze:  # the plan does not count what a frozen weight needs no input for
-            assert found < planned_bytes, rank
+        planned_bytes = forward_bytes(setup, stage, work)
+        if setup.freeze:  # the plan also counts inputs that frozen weights do not need
+            assert actual < planned_bytes, rank
         else:
-            assert planned_bytes == pytest.approx(found, rel=0.05), rank
+            assert planned_bytes == pytest.approx(actual, rel=0.05), rank
 
 
 @pytest.mark.parametrize(("name", "role"), PLACES)
-def test_layers_in_flight_are_those_of_the_schedule(root: Path, measured: Measured, name: str, role: str) -> None:
+def test_layers_in_flight_match_the_schedule(root: Path, measured: Measured, name: str, role: str) -> None:
     setup, work = planned(root, name, role)
     for rank in setup.grid.ranks:
         stage = setup.grid.stage_of(rank)
@@ -217,13 +219,13 @@ def test_layers_in_flight_are_those_of_the_schedule(root: Path, measured: Measur
         assert measured(name)[rank][role]["layers"] == expected, rank
 
 
-def test_outputs_that_were_sent_are_kept_where_they_are_not_freed(root: Path, measured: Measured) -> None:
-    """Of the actor's first stage; the critic's chunks have at most the one they made."""
+def test_sent_outputs_are_kept_unless_freed(root: Path, measured: Measured) -> None:
+    """The first stage of the actor keeps sent outputs. A chunk of the critic keeps at most one output."""
     setup, work = planned(root, "in-flight", "actor")
     assert not setup.frees_outputs
     freed = replace(setup, frees_outputs=True)
-    kept = [kept_bytes(setup, stage, work) - kept_bytes(freed, stage, work) for stage in (0, 1)]
-    assert kept == [measured("in-flight")[rank]["actor"]["outputs"] for rank in (0, 1)] and kept[0] > 0
+    outputs = [kept_bytes(setup, stage, work) - kept_bytes(freed, stage, work) for stage in (0, 1)]
+    assert outputs == [measured("in-flight")[rank]["actor"]["outputs"] for rank in (0, 1)] and outputs[0] > 0
     setup, work = planned(root, "in-flight", "critic")
     one = setup.microbatch_tokens(work.sequence_tokens) * setup.arch.hidden_size * setup.dtype_bytes
     assert [measured("in-flight")[rank]["critic"]["outputs"] for rank in (0, 1)] == [one, one]

@@ -1,4 +1,4 @@
-"""The planner: sizes that are known, memory and time that move the right way, proposals that hold."""
+"""The planner: known sizes, the direction of changes in memory and time, and proposals that fit."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ SMALL, MIDDLE, LARGE = (
     for name in ("configs/qwen3_0.6b_1gpu_gsm8k", "tests/support/qwen3_8b_8gpu", "tests/support/qwen3_32b_2node")
 )
 SHIPPED, SHIPPED_LARGE = (ROOT / f"configs/{name}.yaml" for name in ("qwen3_8b_8gpu_math", "qwen3_32b_2node_math"))
-"""What the command is given: the models' configurations stand beside them."""
+"""Paths for the command. The configurations of their models are in the same folder."""
 ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16), SHIPPED: ("h100", 8)}
 EMBEDDED = {
     path: ["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={batch}"]
     for path, batch in {SMALL: 128, MIDDLE: 16, LARGE: 8, SHIPPED: 16, SHIPPED_LARGE: 8}.items()
 }
-"""They are planned with the engine inside the trainer here; test_plan_servers.py has SGLang's servers."""
-# The weights of the published safetensors files.
+"""Here plans use the engine inside the trainer. test_servers.py covers servers of SGLang."""
+# Weights of the published safetensors files.
 PUBLISHED = {"Qwen3-0.6B": 596_049_920, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264}
 EXPERTS = {"Qwen3-30B-A3B": (30_532_122_624, 3e9), "Qwen3-235B-A22B": (235_093_634_560, 22e9)}
-"""The same with experts, and what they are said to use of it for a token."""
+"""Models with experts: all weights, and the weights per token that their model cards report."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +76,16 @@ def plan(path: Path, *overrides: str, machine: str | None = None, gpus: int | No
     return make_plan(load(path, *overrides), models_of(path), find_machine(machine or name), gpus or count)
 
 
-def resident(found: Plan, role: str) -> float:
-    return max(r.resident for ranks in found.ranks for r in ranks.roles if r.role == role)
+def resident(result: Plan, role: str) -> float:
+    return max(r.resident for ranks in result.ranks for r in ranks.roles if r.role == role)
 
 
-def update(found: Plan, role: str) -> float:
-    return max(r.update for ranks in found.ranks for r in ranks.roles if r.role == role)
+def update(result: Plan, role: str) -> float:
+    return max(r.update for ranks in result.ranks for r in ranks.roles if r.role == role)
 
 
-def seconds(found: Plan, stage: str) -> float:
-    return next(s.seconds for s in found.stages if s.name == stage)
+def seconds(result: Plan, stage: str) -> float:
+    return next(s.seconds for s in result.stages if s.name == stage)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -105,7 +105,7 @@ def test_parameters_of_public_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_parameters_of_public_models_with_experts(name: str) -> None:
-    """Shares of the experts and tensor parallel shares add up, whichever ranks hold them."""
+    """Shares of the experts and tensor parallel shares add up to the total, for any ranks."""
     total, active = EXPERTS[name]
     overrides = [f"model.path={MODELS / name}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
     models = read_models(load_config(LARGE, overrides), MODELS).models
@@ -125,9 +125,9 @@ def test_parameters_of_public_models_with_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", ["auto", "[1, 20, 15, 10]"])
-def test_dense_layers_are_counted_where_they_stand(layers: str) -> None:
-    """Of GLM-4.5-Air, as transformers builds it, the first layer has no experts; three of its layers with some stand on
-    the same ranks where each stage has two chunks of one or more layers."""
+def test_dense_layers_are_counted_on_their_stages(layers: str) -> None:
+    """In GLM-4.5-Air, as transformers builds the model, the first layer has no experts. Each stage has two chunks of
+    one or more layers."""
     path = MODELS / "GLM-4.5-Air"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
@@ -139,54 +139,54 @@ def test_dense_layers_are_counted_where_they_stand(layers: str) -> None:
     config = load_config(LARGE, [*overrides, f"actor.layout={{{layout}}}"])
     models = read_models(config, MODELS).models
     assert model_sizes(models.actor)[0] == total
-    assert sum(model_sizes(models.actor)[1:]) == pytest.approx(12e9, rel=0.1)  # as it is said to use for a token
+    assert sum(model_sizes(models.actor)[1:]) == pytest.approx(12e9, rel=0.1)  # as the model card reports
     role = make_setup(config, models, 16, on_cuda=True).actor
     counts = role.chunk_layers or even_layers(46, 4)
     starts = [0, *itertools.accumulate(counts)]
     for stage in range(2):
-        here = [n for chunk in (stage, stage + 2) for n in range(starts[chunk], starts[chunk + 1])]
-        dense = sum(n == 0 for n in here)
+        layers_of_stage = [n for chunk in (stage, stage + 2) for n in range(starts[chunk], starts[chunk + 1])]
+        dense = sum(n == 0 for n in layers_of_stage)
         outside = (151552 * 4096) + (4096 if stage == 1 else 0)
-        held = sum(per_layer[n] for n in here) + 128 * (len(here) - dense) + outside
+        expected = sum(per_layer[n] for n in layers_of_stage) + 128 * (len(layers_of_stage) - dense) + outside
         shared = role.parameters(stage) - role.expert_parameters(stage)
-        assert role.expert_parameters(stage) == (len(here) - dense) * 16 * 3 * 4096 * 1408
-        assert shared + 8 * role.expert_parameters(stage) == held
+        assert role.expert_parameters(stage) == (len(layers_of_stage) - dense) * 16 * 3 * 4096 * 1408
+        assert shared + 8 * role.expert_parameters(stage) == expected
 
 
-def test_experts_on_more_ranks_take_less_memory_and_more_links() -> None:
+def test_more_expert_ranks_need_less_memory_and_more_links() -> None:
     overrides = [f"model.path={MODELS / 'Qwen3-30B-A3B'}", "critic=null", "algorithm.estimator=reinforce_plus_plus"]
     models = read_models(load_config(LARGE, overrides), MODELS).models
-    found = []
+    plans = []
     for ep in (1, 2, 8, 16):
         layout = f"actor.layout={{tensor_parallel: 4, sequence_parallel: true, expert_parallel: {ep}}}"
         config = load_config(LARGE, [*overrides, layout, "actor.optimizer.distributed=true"])
-        found.append(make_plan(config, models, find_machine("h200"), 16))
-    stays = [resident(f, "actor") for f in found]
-    links = [next(s.link_bytes for s in f.stages if s.name == "forward") for f in found]
+        plans.append(make_plan(config, models, find_machine("h200"), 16))
+    stays = [resident(f, "actor") for f in plans]
+    links = [next(s.link_bytes for s in f.stages if s.name == "forward") for f in plans]
     assert stays == sorted(set(stays), reverse=True)
     assert links == sorted(set(links))
-    # Gradients and weights are shared out, the optimizer's state is spread as far in any case.
-    assert len({round(max(r.optimizer for ranks in f.ranks for r in ranks.roles) / 1e6) for f in found}) == 1
+    # Gradients and weights are sharded. The state of the optimizer has the same size for any number of expert ranks.
+    assert len({round(max(r.optimizer for ranks in f.ranks for r in ranks.roles) / 1e6) for f in plans}) == 1
 
 
 @pytest.mark.parametrize("path", [SMALL, MIDDLE, LARGE], ids=lambda p: p.stem)
 def test_configurations_fit_their_machine(path: Path) -> None:
     start = time.perf_counter()
     name, gpus = ON[path]
-    found = make_plan(load_config(path), models_of(path), find_machine(name), gpus)
-    assert found.fits, found.verdict
-    assert found.verdict.startswith("fits: rank")
-    assert found.gpus == fewest_ranks(load_config(path))
-    assert found.step_seconds == pytest.approx(sum(s.seconds for s in found.stages))
-    assert [s.name for s in found.stages] == ["rollout", "forward", "update_critic", "update_actor", "sync"]
-    for ranks in found.ranks:
-        assert set(ranks.stages) == {s.name for s in found.stages}
-        assert found.fullest.peak >= ranks.peak > sum(r.resident for r in ranks.roles)
-    assert sorted(rank for ranks in found.ranks for rank in ranks.ranks) == list(range(found.gpus))
+    result = make_plan(load_config(path), models_of(path), find_machine(name), gpus)
+    assert result.fits, result.verdict
+    assert result.verdict.startswith("fits: rank")
+    assert result.gpus == fewest_ranks(load_config(path))
+    assert result.step_seconds == pytest.approx(sum(s.seconds for s in result.stages))
+    assert [s.name for s in result.stages] == ["rollout", "forward", "update_critic", "update_actor", "sync"]
+    for ranks in result.ranks:
+        assert set(ranks.stages) == {s.name for s in result.stages}
+        assert result.fullest.peak >= ranks.peak > sum(r.resident for r in ranks.roles)
+    assert sorted(rank for ranks in result.ranks for rank in ranks.ranks) == list(range(result.gpus))
     assert time.perf_counter() - start < 10
 
 
-def test_more_tensor_parallelism_means_less_memory_per_rank() -> None:
+def test_tensor_parallelism_reduces_memory_per_rank() -> None:
     plans = [
         plan(MIDDLE, f"actor.layout.tensor_parallel={tp}", "actor.layout.sequence_parallel=false") for tp in (2, 4, 8)
     ]
@@ -205,11 +205,11 @@ def test_more_tensor_parallelism_means_less_memory_per_rank() -> None:
         ("critic.microbatch_budget_tokens=4096", "critic.microbatch_budget_tokens=8192", "critic"),
     ],
 )
-def test_less_memory_in_an_update(less: str, more: str, role: str) -> None:
+def test_settings_reduce_memory_of_updates(less: str, more: str, role: str) -> None:
     assert update(plan(MIDDLE, less), role) < update(plan(MIDDLE, more), role)
 
 
-def test_less_memory_that_stays() -> None:
+def test_settings_reduce_resident_memory() -> None:
     pipelines = [
         plan(LARGE, "actor.layout.tensor_parallel=4", f"actor.layout.pipeline_parallel={p}") for p in (1, 2, 4)
     ]
@@ -231,27 +231,27 @@ def test_engine_memory_follows_batch_and_length() -> None:
 
 
 def test_engine_memory_by_hand() -> None:
-    """Qwen3-8B in bfloat16, 16 sequences of 4,096 tokens, 1,024 of them prompt; no role but its weights and buckets."""
-    found = plan(MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16").fullest.engine
+    """Plan Qwen3-8B in bfloat16 with 16 sequences of 4,096 tokens, including 1,024 prompt tokens."""
+    engine = plan(MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16").fullest.engine
     one_layer = 2 * 2 * 16 * 4096 * 8 * 128
     repeated = 2 * 2 * 16 * 4096 * 32 * 128  # for every query head
     widest = 2 * 16 * 1024 * (3 * 12288 + 2 * 4096)
     logits = 16 * 151936 * (2 + 3 * 4)
     assert widest > logits
-    assert found.workspace == one_layer + repeated + widest
-    assert found.total == found.weights + found.kv_cache + found.workspace
-    assert found.idle == found.syncing == found.weights
+    assert engine.workspace == one_layer + repeated + widest
+    assert engine.total == engine.weights + engine.kv_cache + engine.workspace
+    assert engine.idle == engine.syncing == engine.weights
     short = plan(
         MIDDLE, "rollout.engine=transformers", "rollout.generate_batch_sequences=16", "data.max_prompt_tokens=16"
     ).fullest.engine
     assert short.workspace == (one_layer + repeated) * (16 + 3072) / 4096 + logits
-    heads = dataclasses.replace(models_of(MIDDLE).actor, kv_heads=32)  # nothing to repeat
+    heads = dataclasses.replace(models_of(MIDDLE).actor, kv_heads=32)  # no head is repeated
     work = workload(load_config(MIDDLE, ["rollout.generate_batch_sequences=16"]), 8, on_cuda=True)
     assert engine_memory(heads, work).workspace == 2 * 2 * 16 * 4096 * 32 * 128 + widest
 
 
 def test_buckets_by_hand() -> None:
-    """Of the embedded engine a bucket twice; into SGLang three times, and a layer's experts for comparison."""
+    """The embedded engine needs two buckets. SGLang needs three buckets, and the experts of a layer for comparison."""
     embedding = 2 * 151936 * 4096
     embedded = ["rollout.engine=transformers"]
     assert plan(MIDDLE, *embedded).fullest.sync == 2 * embedding
@@ -278,15 +278,15 @@ def test_evaluation_and_reward_model_take_memory(tmp_path: Path) -> None:
 
 
 def test_stages_of_ranks_without_a_role() -> None:
-    found = plan(MIDDLE, "actor.layout.ranks=8", "critic.layout.first_rank=8", gpus=16)
-    assert [[r.role for r in ranks.roles] for ranks in found.ranks] == [["actor", "reference"], ["critic"]]
-    assert "update_critic" not in found.ranks[0].stages and "update_actor" not in found.ranks[1].stages
-    assert found.fullest.peak < plan(MIDDLE).fullest.peak
+    result = plan(MIDDLE, "actor.layout.ranks=8", "critic.layout.first_rank=8", gpus=16)
+    assert [[r.role for r in ranks.roles] for ranks in result.ranks] == [["actor", "reference"], ["critic"]]
+    assert "update_critic" not in result.ranks[0].stages and "update_actor" not in result.ranks[1].stages
+    assert result.fullest.peak < plan(MIDDLE).fullest.peak
 
 
 @given(pp=st.sampled_from([1, 2, 3, 4]), vpp=st.sampled_from([1, 2]), microbatches=st.integers(1, 16), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_in_flight_layers_are_bounded(pp: int, vpp: int, microbatches: int, data: st.DataObject) -> None:
+def test_layers_in_flight_are_bounded(pp: int, vpp: int, microbatches: int, data: st.DataObject) -> None:
     actor, vpp = _actor(), vpp if pp > 1 else 1
     layers_of_chunks = balanced_layers(actor.arch.layers, pp, vpp, head_in_layers=0.0)
     grid = dataclasses.replace(actor.grid, pp=pp)
@@ -303,21 +303,21 @@ def _actor() -> RoleSetup:
     return make_setup(load_config(SMALL), models_of(SMALL), 1, on_cuda=True).actor
 
 
-def test_flops_are_those_of_the_utilisation_metric() -> None:
-    """Forward and backward of every token; the head runs on responses only and computes its logits twice."""
-    found = plan(SMALL, "algorithm.kl_in_reward=null", "reference=null")
+def test_flops_equal_those_of_the_utilisation_metric() -> None:
+    """Every token has a forward and a backward pass. The head runs on responses only, and computes its logits twice."""
+    result = plan(SMALL, "algorithm.kl_in_reward=null", "reference=null")
     arch = models_of(SMALL).actor
     _, layers, head = model_sizes(arch)
     sizes = {"layers": arch.layers, "heads": arch.heads, "head_dim": arch.head_dim}
     per_token = training_flops_per_token(layers, **sizes, sequence_tokens=1536)
     samples = 512
-    update_actor = next(s for s in found.stages if s.name == "update_actor")
+    update_actor = next(s for s in result.stages if s.name == "update_actor")
     assert update_actor.flops == pytest.approx(samples * (1536 * per_token + 1024 * 8 * head))
-    forward = next(s for s in found.stages if s.name == "forward")
+    forward = next(s for s in result.stages if s.name == "forward")
     assert forward.flops == pytest.approx(samples * (2 * 1536 * per_token / 3 + 1024 * 2 * (head + arch.hidden_size)))
 
 
-def test_time_moves_the_right_way() -> None:
+def test_time_changes_in_the_expected_direction() -> None:
     base = plan(MIDDLE)
     assert plan(MIDDLE, machine="b200").step_seconds < base.step_seconds
     assert plan(MIDDLE, machine="h200").step_seconds < base.step_seconds
@@ -326,7 +326,7 @@ def test_time_moves_the_right_way() -> None:
     assert seconds(plan(MIDDLE, "actor.recompute=full"), "update_actor") > seconds(base, "update_actor")
     longer = plan(MIDDLE, "rollout.max_response_tokens=6144", "rollout.generate_batch_sequences=16")
     assert seconds(longer, "rollout") > 2 * seconds(base, "rollout")
-    # A pipeline's bubble shrinks with the number of microbatches.
+    # The bubble of a pipeline shrinks with the number of microbatches.
     bubbles = [seconds(plan(LARGE, f"actor.minibatch_sequences={n}"), "update_actor") for n in (16, 64, 256)]
     assert bubbles[0] > bubbles[1] > bubbles[2]
     assert "rollout takes" in base.bottleneck and "memory bandwidth" in base.bottleneck
@@ -368,40 +368,40 @@ def apply(path: Path, proposal: Proposal, *overrides: str) -> Plan:
         (LARGE, ["actor.recompute=none", "rollout.generate_batch_sequences=32"]),
     ],
 )
-def test_what_does_not_fit_gets_a_layout_that_does(path: Path, overrides: list[str]) -> None:
+def test_nearest_layout_fits_if_the_plan_does_not(path: Path, overrides: list[str]) -> None:
     machine, gpus = find_machine(ON[path][0]), ON[path][1]
     config = load(path, *overrides)
-    given_plan = make_plan(config, models_of(path), machine, gpus)
-    assert not given_plan.fits and given_plan.verdict.startswith("does not fit: rank")
-    words, proposal = remedy(config, models_of(path), machine, gpus)
+    initial = make_plan(config, models_of(path), machine, gpus)
+    assert not initial.fits and initial.verdict.startswith("does not fit: rank")
+    message, proposal = remedy(config, models_of(path), machine, gpus)
     assert proposal is not None and proposal == nearest_fit(config, models_of(path), machine, gpus)
-    assert words == f"the nearest layout that fits: {' '.join(proposal.overrides)}"
-    found = apply(path, proposal, *overrides)
-    assert found.fits
-    assert (found.fullest.peak, found.step_seconds) == (proposal.peak_bytes, proposal.step_seconds)
+    assert message == f"the nearest layout that fits: {' '.join(proposal.overrides)}"
+    result = apply(path, proposal, *overrides)
+    assert result.fits
+    assert (result.fullest.peak, result.step_seconds) == (proposal.peak_bytes, proposal.step_seconds)
 
 
-def test_what_fits_is_its_own_nearest() -> None:
+def test_fitting_plan_is_the_nearest_layout() -> None:
     proposal = nearest_fit(load(MIDDLE), models_of(MIDDLE), MACHINES["h100"], 8)
     assert proposal is not None and proposal.overrides == ()
 
 
-def test_where_no_layout_fits_a_larger_machine_is_named() -> None:
+def test_larger_machine_is_named_if_no_layout_fits() -> None:
     config, models = load(LARGE), models_of(LARGE)
-    words, proposal = remedy(config, models, MACHINES["h100"], 16)
-    assert words == "no layout on 16 x h100 fits; 16 x h200 would fit"
+    message, proposal = remedy(config, models, MACHINES["h100"], 16)
+    assert message == "no layout on 16 x h100 fits; 16 x h200 would fit"
     assert proposal is not None and apply(LARGE, proposal).fits
 
 
 @pytest.mark.exhaustive
-def test_what_would_do_for_a_large_model_is_looked_for_on_more_machines() -> None:
-    """As for small ones in test_search.py; seconds of search."""
+def test_larger_machines_for_a_large_model() -> None:
+    """test_search.py has the same test for small models. This search takes seconds."""
     config, models = load(LARGE), models_of(LARGE)
-    words, proposal = remedy(load(LARGE, "critic.path=null"), models_of_own_critic(), MACHINES["b200"], 8)
-    assert proposal is not None and proposal.gpus > 8 and words.startswith("no layout on 8 x b200 fits; ")
+    message, proposal = remedy(load(LARGE, "critic.path=null"), models_of_own_critic(), MACHINES["b200"], 8)
+    assert proposal is not None and proposal.gpus > 8 and message.startswith("no layout on 8 x b200 fits; ")
     tiny = dataclasses.replace(MACHINES["h100"], memory_bytes=5e9, is_cuda=False, shared_by_ranks=False)
-    words, proposal = remedy(config, models, tiny, 16)
-    assert proposal is None and "nor on four times the number" in words
+    message, proposal = remedy(config, models, tiny, 16)
+    assert proposal is None and "nor on four times the number" in message
 
 
 def models_of_own_critic() -> Models:
@@ -409,17 +409,17 @@ def models_of_own_critic() -> Models:
 
 
 @pytest.mark.parametrize(("path", "machine", "gpus"), [(MIDDLE, "h100", 8), (LARGE, "b200", 32), (SMALL, "cpu", 4)])
-def test_search_proposes_layouts_that_fit_the_fastest_first(path: Path, machine: str, gpus: int) -> None:
+def test_search_proposes_fitting_layouts_fastest_first(path: Path, machine: str, gpus: int) -> None:
     config = load(path, "rollout.max_response_tokens=4096")
     proposals = best_layouts(config, models_of(path), find_machine(machine), gpus)
     assert 1 <= len(proposals) <= 5
     times = [p.step_seconds for p in proposals]
     assert times == sorted(times)
     for proposal in proposals:
-        found = apply(path, proposal, "rollout.max_response_tokens=4096")
-        assert found.fits and found.step_seconds == proposal.step_seconds
-    given_layout = load(path, *proposals[0].overrides, "rollout.max_response_tokens=4096")
-    assert make_plan(given_layout, models_of(path), find_machine(machine), gpus).step_seconds == times[0]
+        result = apply(path, proposal, "rollout.max_response_tokens=4096")
+        assert result.fits and result.step_seconds == proposal.step_seconds
+    best = load(path, *proposals[0].overrides, "rollout.max_response_tokens=4096")
+    assert make_plan(best, models_of(path), find_machine(machine), gpus).step_seconds == times[0]
 
 
 def test_search_makes_room_for_a_longer_context() -> None:
@@ -488,7 +488,7 @@ def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--machine", "v100"], "--machine is 'v100', must be a100-40, a100-80, h100, h800,"),
         (["--gpus", "0"], "--gpus is '0', must be a whole number from 1 to"),
@@ -499,16 +499,16 @@ def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--gpus", "1", "--search"], "no layout on 1 x h100 fits; "),
     ],
 )
-def test_bad_input_is_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_bad_input_is_reported(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     code, out, err = command(capsys, str(SHIPPED), *arguments)
     assert (code, out) == (2, "")
-    assert words in err
+    assert message in err
     assert all(line.startswith("megappo: error: ") for line in err.splitlines())
-    if words.startswith(("--", "no layout")):
+    if message.startswith(("--", "no layout")):
         assert err.count("\n") == 1
 
 
-def test_the_fewest_devices_have_room_for_a_server_that_shares_them() -> None:
+def test_fewest_devices_have_room_for_a_shared_server() -> None:
     config = load_config(SMALL, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 4}"])
     assert (fewest_ranks(config), fewest_ranks(config, on_cuda=True)) == (1, 4)
     apart = load_config(
@@ -526,34 +526,34 @@ def test_fewest_ranks() -> None:
     assert ranks("critic.layout.pipeline_parallel=3") == 24
     sixes = "critic.layout={tensor_parallel: 2, pipeline_parallel: 3}"
     assert ranks("actor.layout.tensor_parallel=4", sixes) == 12  # a multiple of both
-    assert ranks("actor.layout={tensor_parallel: 4, ranks: 4}", sixes) == 6  # the actor has its four
+    assert ranks("actor.layout={tensor_parallel: 4, ranks: 4}", sixes) == 6  # the actor has four ranks
     assert ranks("critic.layout.first_rank=8", "actor.layout.ranks=8") == 16
     assert ranks("critic.layout.first_rank=4", "actor.layout.ranks=8", "critic.layout.tensor_parallel=2") == 8
 
 
 @pytest.mark.waits
-def test_a_plan_needs_no_device_and_starts_in_a_process() -> None:
+def test_plan_command_needs_no_device() -> None:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = start("megappo", "plan", "configs/qwen3_0.6b_1gpu_gsm8k.yaml", environment=variables)
     assert done.returncode == 0, done.stderr
     assert "fits: rank 0 needs" in done.stdout
 
 
-def test_the_readme_is_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_shows_the_actual_output(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "megappo" / "plan" / "README.md").read_text()
     blocks: list[Any] = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
     commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
     shown = [line for kind, text in blocks if kind == "" for line in text.splitlines()]
     assert len(commands) == 5 and len(shown) == 3
     for line in commands:
-        words = shlex.split(line, comments=True)
-        assert words[:2] == ["megappo", "plan"]
-        code, out, _ = command(capsys, *words[2:])
+        arguments = shlex.split(line, comments=True)
+        assert arguments[:2] == ["megappo", "plan"]
+        code, out, _ = command(capsys, *arguments[2:])
         assert code == int("does not fit" in out)
     assert all(line in out.splitlines() for line in shown)
 
 
-def test_configuration_is_left_alone() -> None:
+def test_configuration_is_not_changed() -> None:
     config = load_config(MIDDLE, ["actor.layout.tensor_parallel=2"])
     before = config.model_dump()
     remedy(config, models_of(MIDDLE), MACHINES["h100"], 8)

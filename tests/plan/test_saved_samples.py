@@ -1,4 +1,4 @@
-"""A plan of steps that are trained on saved samples: nothing generates, and in value pretraining the actor rests."""
+"""Plans of training on saved samples, without generation. Value pretraining trains only the critic."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def models() -> Models:
     return read_models(load_config(CONFIG), ROOT / "configs" / "models").models
 
 
-def planned(models: Models, *words: str) -> tuple[RankMemory, dict[str, StageCost], float]:
-    """Of the only kind of rank there is, with the bytes of a checkpoint."""
-    config = load_config(CONFIG, ["rollout.engine=transformers", *words])
+def planned(models: Models, *overrides: str) -> tuple[RankMemory, dict[str, StageCost], float]:
+    """Return the memory of the single kind of rank, the costs of stages, and the bytes of a checkpoint."""
+    config = load_config(CONFIG, ["rollout.engine=transformers", *overrides])
     share = MACHINE.per_rank(8)
     setup = make_setup(config, models, 8, on_cuda=True, device_bytes=share.memory_bytes)
     (ranks,), stages = rank_memory(setup), step_costs(setup, share)
@@ -34,13 +34,13 @@ def planned(models: Models, *words: str) -> tuple[RankMemory, dict[str, StageCos
     return ranks, {stage.name: stage for stage in stages}, stop.checkpoint_bytes
 
 
-def test_nothing_generates(models: Models) -> None:
-    """Trainers take what they took; the engine and the stream of weights into it take nothing."""
-    with_engine, stages, kept = planned(models, *LOADED[1:])
+def test_saved_samples_need_no_engine(models: Models) -> None:
+    """Trainers need the same memory and time. The engine and its weight sync need none."""
+    with_engine, stages, checkpoint = planned(models, *LOADED[1:])
     loaded, left, same = planned(models, *LOADED)
     assert with_engine.engine.total > 0 and with_engine.sync > 0 and stages["rollout"].seconds > 0
     assert (loaded.engine.total, loaded.engine.idle, loaded.sync) == (0, 0, 0)
-    assert loaded.roles == with_engine.roles and same == kept
+    assert loaded.roles == with_engine.roles and same == checkpoint
     resting = sum(role.at_rest for role in loaded.roles)
     assert loaded.stages["rollout"] == loaded.stages["sync"] == resting
     for name in ("forward", "update_critic", "update_actor"):
@@ -52,8 +52,8 @@ def test_nothing_generates(models: Models) -> None:
     assert other.overrides == () and other.sentence == "no engine is needed: samples are loaded from saved"
 
 
-def test_value_pretraining_trains_the_critic_alone(models: Models) -> None:
-    """The actor has its weights and computes nothing; there is no reference."""
+def test_value_pretraining_trains_only_the_critic(models: Models) -> None:
+    """The actor has its weights and computes nothing. There is no reference."""
     both, stages, of_both = planned(models, *LOADED)
     alone, left, of_critic = planned(models, *LOADED, "critic.pretraining={}")
     before, after = ({role.role: role for role in ranks.roles} for ranks in (both, alone))

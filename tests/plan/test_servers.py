@@ -1,4 +1,4 @@
-"""The planner with SGLang: memory of servers, where they stand, how fast they are."""
+"""The planner with SGLang: memory, placement and speed of servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.places import ROOT
 MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 LARGE = ROOT / "configs" / "qwen3_32b_64node_disaggregated_dapo_math.yaml"
 KV_BYTES = 2 * 36 * 8 * 128 * 2
-"""Of one token of Qwen3-8B: keys and values, layers, heads, channels, bytes."""
+"""Bytes per token of Qwen3-8B: keys and values, layers, heads, channels, bytes."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,12 @@ def models() -> Models:
 
 def plan(*overrides: str, gpus: int = 8, machine: str = "h200", **servers: object) -> Plan:
     settings = ", ".join(f"{name}: {value}" for name, value in servers.items())
-    words = ["rollout.engine=sglang", f"rollout.sglang={{{settings}}}", *overrides]
-    return make_plan(load_config(MIDDLE, words), models(), MACHINES[machine], gpus)
+    changes = ["rollout.engine=sglang", f"rollout.sglang={{{settings}}}", *overrides]
+    return make_plan(load_config(MIDDLE, changes), models(), MACHINES[machine], gpus)
 
 
-def seconds(found: Plan, stage: str) -> float:
-    return next(s.seconds for s in found.stages if s.name == stage)
+def seconds(result: Plan, stage: str) -> float:
+    return next(s.seconds for s in result.stages if s.name == stage)
 
 
 def test_weights_of_a_server() -> None:
@@ -55,10 +55,10 @@ def test_weights_of_a_server() -> None:
     norms = arch.layers * (2 * arch.hidden_size + 2 * arch.head_dim) + arch.hidden_size
     assert 4 * server_weights(arch, 4) == pytest.approx(total + 3 * norms)
     key_value = 2 * arch.layers * arch.hidden_size * arch.head_dim * arch.kv_heads
-    assert 16 * server_weights(arch, 16) == pytest.approx(total + 15 * norms + key_value)  # every head on two ranks
+    assert 16 * server_weights(arch, 16) == pytest.approx(total + 15 * norms + key_value)  # every head is on two ranks
 
 
-def test_room_for_keys_and_values() -> None:
+def test_capacity_of_the_cache() -> None:
     arch = models().actor
     assert token_bytes(arch, 1, 2) == KV_BYTES and token_bytes(arch, 4, 2) == KV_BYTES / 4
     assert token_bytes(arch, 16, 2) == KV_BYTES / 8
@@ -67,8 +67,8 @@ def test_room_for_keys_and_values() -> None:
     assert servers is not None and servers.count == 8
     assert cache_tokens(arch, servers, 2) == pytest.approx((40e9 - 2 * model_sizes(arch)[0]) / KV_BYTES)
     limited = load_config(MIDDLE, ["rollout.sglang={max_total_tokens: 9000}"])
-    found = find_servers(limited, 8, on_cuda=True, device_bytes=80e9)
-    assert found is not None and cache_tokens(arch, found, 2) == 9000
+    actual = find_servers(limited, 8, on_cuda=True, device_bytes=80e9)
+    assert actual is not None and cache_tokens(arch, actual, 2) == 9000
     on_cpu = find_servers(config, 8, on_cuda=False, device_bytes=80e9)
     assert on_cpu is not None and cache_tokens(arch, on_cpu, 2) == 65536
 
@@ -81,9 +81,9 @@ def test_colocated_servers_sleep() -> None:
     assert asleep.stages["rollout"] == awake.stages["rollout"]
     assert asleep.engine.weights + asleep.engine.kv_cache == pytest.approx(static)
     one_ahead = ("rollout.ahead=1", "algorithm.old_logprob=corrected")
-    assert plan(*one_ahead, memory_fraction=0.3).fullest.stages == awake.stages  # they work all the time
+    assert plan(*one_ahead, memory_fraction=0.3).fullest.stages == awake.stages  # the servers run all the time
     buckets = asleep.stages["sync"] - sum(r.resident for r in asleep.roles) - asleep.engine.syncing
-    assert buckets == asleep.sync == pytest.approx(3 * 2 * 151936 * 4096)  # the embedding is above a bucket
+    assert buckets == asleep.sync == pytest.approx(3 * 2 * 151936 * 4096)  # the embedding is larger than a bucket
 
 
 @pytest.mark.parametrize(
@@ -96,57 +96,57 @@ def test_colocated_servers_sleep() -> None:
         ("tests/support/qwen3_8b_8gpu", "h100", 8),
     ],
 )
-def test_servers_hold_what_is_planned_whatever_is_free_when_they_start(path: str, machine: str, gpus: int) -> None:
-    """SGLang holds as many tokens as it is told, or fewer where their keys and values are more than what is free before
-    it loads the weights, times its mem_fraction_static, less the weights (its kv_cache_configurator.py). Roles that
-    leave the device are at rest by then."""
+def test_servers_have_the_planned_cache_for_any_free_memory(path: str, machine: str, gpus: int) -> None:
+    """SGLang allocates `max-total-tokens` tokens at most. The limit is also the memory before the weights are loaded,
+    times mem_fraction_static, less the weights (its kv_cache_configurator.py). Offloaded roles have left the device
+    before."""
     config = load_config(ROOT / f"{path}.yaml")
-    found = read_models(config, ROOT / "configs" / "models").models
+    models_read = read_models(config, ROOT / "configs" / "models").models
     device = MACHINES[machine].memory_bytes
     folder = ROOT / "configs" / "models" / Path(config.model.path).name
     spec = ServerSpec.of(config, folder, (1,), on_cuda=True, device_bytes=device)
-    asked = replace(spec, devices=tuple(range(config.rollout.servers.tensor_parallel))).arguments(1, "key")
+    arguments = replace(spec, devices=tuple(range(config.rollout.servers.tensor_parallel))).arguments(1, "key")
     tp, share = config.rollout.servers.tensor_parallel, config.rollout.servers.memory_fraction
-    weights, of_token = 2 * server_weights(found.actor, tp), token_bytes(found.actor, tp, 2)
-    assert asked["max-total-tokens"] == int((share * device - weights) / of_token) > 4 * config.max_sequence_tokens
+    weights, of_token = 2 * server_weights(models_read.actor, tp), token_bytes(models_read.actor, tp, 2)
+    assert arguments["max-total-tokens"] == int((share * device - weights) / of_token) > 4 * config.max_sequence_tokens
 
-    def held(free: float) -> int:
-        return min(asked["max-total-tokens"], int((asked["mem-fraction-static"] * free - weights) / of_token))
+    def token_capacity(free: float) -> int:
+        return min(arguments["max-total-tokens"], int((arguments["mem-fraction-static"] * free - weights) / of_token))
 
-    planned = make_plan(config, found, MACHINES[machine], gpus)
+    planned = make_plan(config, models_read, MACHINES[machine], gpus)
     assert planned.fits
     trainers = max(sum(role.at_rest for role in ranks.roles) for ranks in planned.ranks)
-    assert held(device - trainers) == held(device) == asked["max-total-tokens"]
+    assert token_capacity(device - trainers) == token_capacity(device) == arguments["max-total-tokens"]
     if not config.offloads:
-        assert (
-            share * (device - trainers) - weights < 0.7 * asked["max-total-tokens"] * of_token
-        )  # were it a share of that
+        # The share of the remaining memory would be too small.
+        assert share * (device - trainers) - weights < 0.7 * arguments["max-total-tokens"] * of_token
 
 
-def test_servers_on_a_cpu_share_the_machine_with_all_ranks() -> None:
-    """Two servers of two ranks beside eight trainers: each of these counts for half a server rank."""
-    found = plan(engines=2, tensor_parallel=2, machine="cpu").fullest.engine
+def test_servers_on_a_cpu_share_the_machine() -> None:
+    """There are two servers of two ranks, and eight trainers. Each trainer has the share of half a server rank."""
+    engine = plan(engines=2, tensor_parallel=2, machine="cpu").fullest.engine
     weights = 2 * server_weights(models().actor, 2)
     cache = 65536 * KV_BYTES / 2
-    assert found.weights == pytest.approx(weights / 2)
-    assert found.kv_cache == pytest.approx(cache / 2)
-    assert found.idle == found.syncing == pytest.approx((weights + cache) / 2)
-    assert found.workspace == pytest.approx(found.total - (weights + cache) / 2) and found.workspace > 0
+    assert engine.weights == pytest.approx(weights / 2)
+    assert engine.kv_cache == pytest.approx(cache / 2)
+    assert engine.idle == engine.syncing == pytest.approx((weights + cache) / 2)
+    assert engine.workspace == pytest.approx(engine.total - (weights + cache) / 2) and engine.workspace > 0
 
 
-def test_servers_elsewhere() -> None:
-    found = plan(placement="disaggregated", engines=2, tensor_parallel=2)
-    trainers, servers = found.ranks[0], found.ranks[-1]
-    assert (found.gpus, found.server_gpus, servers.ranks) == (8, 4, (0, 1, 2, 3))
+def test_servers_on_separate_gpus() -> None:
+    result = plan(placement="disaggregated", engines=2, tensor_parallel=2)
+    trainers, servers = result.ranks[0], result.ranks[-1]
+    assert (result.gpus, result.server_gpus, servers.ranks) == (8, 4, (0, 1, 2, 3))
     assert servers.of_servers and not trainers.of_servers
     assert trainers.engine.total == 0 and servers.roles == ()
     assert servers.engine.weights == 2 * server_weights(models().actor, 2)
     assert set(servers.stages) == {"rollout", "sync"}
-    assert found.verdict.startswith("fits: ranks 0-3 of the servers need")
+    assert result.verdict.startswith("fits: ranks 0-3 of the servers need")
 
 
 def test_colocated_servers_need_the_gpus_of_ranks() -> None:
-    """More servers than these hold are refused; of a server that is larger the plan names the GPUs beyond them."""
+    """More servers than the GPUs of the ranks can run are refused. If one server is larger than the GPUs of the ranks,
+    the plan adds the missing GPUs."""
     with pytest.raises(
         ConfigError,
         match="engines 5 x tensor_parallel 2 is 10 GPUs, but .* of 8 ranks; set engines to at most 4, or",
@@ -158,7 +158,8 @@ def test_colocated_servers_need_the_gpus_of_ranks() -> None:
 
 
 def test_servers_larger_than_a_node() -> None:
-    """Their ranks wait for each other over the network; what a node has no devices for is refused, with the number."""
+    """The ranks of a large server communicate over the network. A server that needs more devices than its nodes have is
+    refused, with the required number."""
     large: dict[str, Any] = {"placement": "disaggregated", "engines": 2, "tensor_parallel": 8}
     one, two = plan(**large), plan(**large, nodes=2)
     assert seconds(two, "rollout") > seconds(one, "rollout") and two.ranks[-1].engine == one.ranks[-1].engine
@@ -175,20 +176,20 @@ def test_time_of_servers() -> None:
     base = plan(memory_fraction=0.3)
     assert seconds(base, "rollout") < seconds(plan_embedded(), "rollout")
     assert seconds(plan(memory_fraction=0.3, engines=4), "rollout") > seconds(base, "rollout")
-    assert seconds(plan(memory_fraction=0.15), "rollout") > seconds(base, "rollout")  # fewer sequences at a time
+    assert seconds(plan(memory_fraction=0.15), "rollout") > seconds(base, "rollout")  # fewer concurrent sequences
     apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
     assert seconds(plan(**apart), "sync") > seconds(base, "sync") - ASSUMED.waking_seconds
     more = plan(**{**apart, "engines": 16})
     assert seconds(more, "rollout") < seconds(plan(**apart), "rollout")
-    assert seconds(more, "sync") == pytest.approx(2 * seconds(plan(**apart), "sync"))  # two for each sender
+    assert seconds(more, "sync") == pytest.approx(2 * seconds(plan(**apart), "sync"))  # two servers per sender
 
 
 def plan_embedded() -> Plan:
-    words = ["rollout.engine=transformers", "rollout.sglang=null"]
-    return make_plan(load_config(MIDDLE, words), models(), MACHINES["h200"], 8)
+    overrides = ["rollout.engine=transformers", "rollout.sglang=null"]
+    return make_plan(load_config(MIDDLE, overrides), models(), MACHINES["h200"], 8)
 
 
-def test_one_step_ahead_hides_the_shorter_half() -> None:
+def test_one_step_ahead_hides_the_shorter_part() -> None:
     apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
     after, ahead = plan(**apart), plan("rollout.ahead=1", "algorithm.old_logprob=corrected", **apart)
     assert ahead.stages == after.stages
@@ -198,9 +199,10 @@ def test_one_step_ahead_hides_the_shorter_half() -> None:
 
 
 def test_a_decoding_step_by_hand() -> None:
-    """One server of one GPU: weights and caches are read, logits written, once per token; before that, the prompts."""
-    found = plan(gpus=8, engines=1, memory_fraction=0.6, max_inflight_sequences=4)
-    running, response = 32, 3072  # four sequences of each of eight ranks
+    """Plan one server on one GPU. Each decoding step reads weights and caches, and writes logits. The prompts are
+    computed before."""
+    result = plan(gpus=8, engines=1, memory_fraction=0.6, max_inflight_sequences=4)
+    running, response = 32, 3072  # four sequences for each of eight ranks
     config = load_config(MIDDLE)
     assert config.rollout.max_response_tokens == response
     context = config.data.max_prompt_tokens + response / 2
@@ -210,11 +212,11 @@ def test_a_decoding_step_by_hand() -> None:
     layers = 2 * model_sizes(models().actor)[1] + 4 * 36 * 32 * 128 * prompt
     prompts = samples * (prompt * layers + 2 * 151936 * 4096)
     arithmetic = prompts / (MACHINES["h200"].bfloat16_flops * ASSUMED.compute_share)
-    assert seconds(found, "rollout") == pytest.approx(decoding + arithmetic, rel=1e-6)
+    assert seconds(result, "rollout") == pytest.approx(decoding + arithmetic, rel=1e-6)
 
 
-def test_deterministic_inference_takes_longer_on_gpus() -> None:
-    """By default only what `when_stopped: keep` needs is paid for."""
+def test_deterministic_inference_is_slower_on_gpus() -> None:
+    """By default, only `when_stopped: keep` requires deterministic inference."""
     fast = seconds(plan(memory_fraction=0.3), "rollout")
     slow = pytest.approx(ASSUMED.deterministic_slowdown * fast)
     assert seconds(plan(memory_fraction=0.3, deterministic="true"), "rollout") == slow != fast
@@ -223,20 +225,20 @@ def test_deterministic_inference_takes_longer_on_gpus() -> None:
     assert len(set(on_cpu)) == 1
 
 
-def test_the_nearest_fit_lowers_the_servers_share() -> None:
+def test_nearest_fit_lowers_the_memory_fraction() -> None:
     config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={memory_fraction: 0.7}"])
     proposal = nearest_fit(config, models(), MACHINES["h100"], 8)
     assert proposal is not None and any(o.startswith("rollout.sglang.memory_fraction=") for o in proposal.overrides)
-    found = best_layouts(config, models(), MACHINES["h100"], 8)
-    assert found and found[0].step_seconds == min(p.step_seconds for p in found)
+    layouts = best_layouts(config, models(), MACHINES["h100"], 8)
+    assert layouts and layouts[0].step_seconds == min(p.step_seconds for p in layouts)
 
 
 def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(LARGE), "--machine", "h200", "--gpus", "320"]
-    assert main([*words, "--json"]) == 0
+    arguments = ["plan", str(LARGE), "--machine", "h200", "--gpus", "320"]
+    assert main([*arguments, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    found = TypeAdapter(Plan).validate_python(content["plan"])
-    assert (found.fits, found.server_gpus) == (True, 192)
-    assert main(words) == 0
+    result = TypeAdapter(Plan).validate_python(content["plan"])
+    assert (result.fits, result.server_gpus) == (True, 192)
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "320 x h200 and 192 of" in out and "server" in out

@@ -1,4 +1,4 @@
-"""What the planner takes from the settings."""
+"""The planner's inputs that follow from the settings."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ EMBEDDED = ("rollout.engine=transformers", "rollout.sglang=null")
 MODELS = Models(arch(), arch(layers=12), arch(hidden_size=41))
 
 
-def test_the_work_of_a_step() -> None:
-    """50 prompts on seven ranks are eight on the fullest, each with three samples."""
+def test_workload_of_a_step() -> None:
+    """The busiest of seven ranks has eight of 50 prompts, each with three samples."""
     rollout = ["rollout.prompts_per_step=50", "rollout.samples_per_prompt=3", "rollout.max_response_tokens=300"]
-    words = [*EMBEDDED, *rollout, "rollout.generate_batch_sequences=77", "rollout.sync_bucket_bytes=12345"]
-    found = workload(load_config(MIDDLE, words), 7, on_cuda=True)
+    overrides = [*EMBEDDED, *rollout, "rollout.generate_batch_sequences=77", "rollout.sync_bucket_bytes=12345"]
+    actual = workload(load_config(MIDDLE, overrides), 7, on_cuda=True)
     expected = Workload(
         world_size=7, batch_sequences=150, prompt_tokens=1024, response_tokens=300, sequences_per_rank=24,
         generate_batch_sequences=77, sync_bucket_bytes=12345, engine_dtype_bytes=2, on_cuda=True, cache_sequences=77,
         cache_tokens=1324, reward_bytes=0.0,
     )  # fmt: skip
-    assert found == expected and found.sequence_tokens == 1324
+    assert actual == expected and actual.sequence_tokens == 1324
     changes: list[tuple[str, int, dict[str, Any]]] = [
-        ("evaluation=null", 7, {"cache_sequences": 24}),  # no more than there are
+        ("evaluation=null", 7, {"cache_sequences": 24}),  # limited by the number of sequences
         ("evaluation.max_response_tokens=299", 7, {}),
         ("evaluation.max_response_tokens=301", 7, {"cache_tokens": 1325}),
         ("rollout.max_total_tokens=1100", 7, {"cache_tokens": 1100}),
@@ -45,12 +45,12 @@ def test_the_work_of_a_step() -> None:
         ("run.steps=7", 10, {"world_size": 10, "sequences_per_rank": 15}),
     ]
     for change, ranks, fields in changes:
-        found = workload(load_config(MIDDLE, [*words, change]), ranks, on_cuda=True)
-        assert found == dataclasses.replace(expected, **fields), change
+        actual = workload(load_config(MIDDLE, [*overrides, change]), ranks, on_cuda=True)
+        assert actual == dataclasses.replace(expected, **fields), change
 
 
 def test_weights_of_a_reward_model(tmp_path: Path) -> None:
-    """In bfloat16 on a GPU, in float32 on a CPU."""
+    """The weights are in bfloat16 on a GPU, and in float32 on a CPU."""
     save_file({"score": torch.zeros(3, 5)}, tmp_path / "a.safetensors")
     save_file({"trunk": torch.zeros(7)}, tmp_path / "b.safetensors")
     config = load_config(MIDDLE, [*EMBEDDED, "reward.function=model", f"reward.model_path={tmp_path}"])
@@ -59,11 +59,11 @@ def test_weights_of_a_reward_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_weights_of_a_reward_model_that_is_on_the_hub_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted from its configuration, by transformers in a process that has torch."""
+def test_weights_of_a_reward_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with torch and transformers counts the weights from the configuration of the model."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 1}
-    told = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    content = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(content))
     monkeypatch.setattr("megappo.plan.rewards.cached_folder", lambda name: None)
     monkeypatch.setattr("megappo.plan.rewards.model_folder", lambda name, **_: tmp_path)
     layer = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
@@ -75,12 +75,16 @@ def test_weights_of_a_reward_model_that_is_on_the_hub_alone(tmp_path: Path, monk
 
 
 def test_roles() -> None:
-    """A reference stands where the actor does; a step updates the critic first and runs it forward last."""
-    words = [*EMBEDDED, "actor.layout={tensor_parallel: 3, pipeline_parallel: 2, virtual_pipeline_chunks: 3}"]
-    words += ["critic.layout={first_rank: 2, ranks: 4}", "critic.optimizer.distributed=false", "model.dtype=float32"]
-    words += ["critic.minibatch_sequences=64", "critic.epochs=2", "critic.recompute=full", "actor.recompute=none"]
-    words += ["critic.microbatch_budget_tokens=5000", "model.pad_vocab_to_multiple_of=1"]
-    found = make_setup(load_config(MIDDLE, words), MODELS, 12, on_cuda=True)
+    """The reference is on the ranks of the actor. A step updates the critic first, and scores with the critic last."""
+    overrides = [*EMBEDDED, "actor.layout={tensor_parallel: 3, pipeline_parallel: 2, virtual_pipeline_chunks: 3}"]
+    overrides += [
+        "critic.layout={first_rank: 2, ranks: 4}",
+        "critic.optimizer.distributed=false",
+        "model.dtype=float32",
+    ]
+    overrides += ["critic.minibatch_sequences=64", "critic.epochs=2", "critic.recompute=full", "actor.recompute=none"]
+    overrides += ["critic.microbatch_budget_tokens=5000", "model.pad_vocab_to_multiple_of=1"]
+    setup = make_setup(load_config(MIDDLE, overrides), MODELS, 12, on_cuda=True)
     actor = RoleSetup(
         name="actor", arch=MODELS.actor, grid=Grid(range(12), tp=3, pp=2), vpp=3, sequence_parallel=True,
         recompute="none", distributed_optimizer=True, microbatch_budget_tokens=16384, minibatch_sequences=128,
@@ -94,8 +98,8 @@ def test_roles() -> None:
     reference = dataclasses.replace(
         actor, name="reference", arch=MODELS.reference, trained=False, updates_per_step=0, recompute="none"
     )
-    assert found == Setup(actor, critic, reference, found.work)
-    assert found.trained == (critic, actor) and found.roles == (actor, reference, critic)
+    assert setup == Setup(actor, critic, reference, setup.work)
+    assert setup.trained == (critic, actor) and setup.roles == (actor, reference, critic)
     assert critic.is_critic and not actor.is_critic and not reference.is_critic
     plain = ["critic=null", "algorithm.estimator=reinforce_plus_plus", "reference=null", "algorithm.kl_in_reward=null"]
     config = load_config(MIDDLE, [*EMBEDDED, *plain, "actor.layout={tensor_parallel: 3}"])
@@ -104,15 +108,15 @@ def test_roles() -> None:
 
 
 def test_servers_of_settings() -> None:
-    """Four servers of two ranks on eight GPUs."""
-    words = ["rollout.sglang={tensor_parallel: 2, memory_fraction: 0.25, max_inflight_sequences: 10}"]
+    """Eight GPUs have four servers of two ranks."""
+    overrides = ["rollout.sglang={tensor_parallel: 2, memory_fraction: 0.25, max_inflight_sequences: 10}"]
     expected = Servers(
         count=4, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False, static_bytes=25e9,
         max_total_tokens=None, deterministic=False, most_sequences=80, notes_experts=True, sliced=True,
     )  # fmt: skip
 
     def find(*more: str, on_cuda: bool = True) -> Servers | None:
-        return find_servers(load_config(MIDDLE, [*words, *more]), 8, on_cuda=on_cuda, device_bytes=100e9)
+        return find_servers(load_config(MIDDLE, [*overrides, *more]), 8, on_cuda=on_cuda, device_bytes=100e9)
 
     assert find() == expected
     assert (expected.ranks, expected.beside) == (8, False)
@@ -138,16 +142,17 @@ def test_servers_of_settings() -> None:
     assert find_servers(load_config(MIDDLE, EMBEDDED), 8, on_cuda=True, device_bytes=1e9) is None
 
 
-def test_what_experts_add_to_a_role() -> None:
-    """A byte for each of a token's experts, of the actor alone; more where numbers are larger than a byte."""
+def test_experts_of_a_role() -> None:
+    """Only the actor records routing, with one byte for each expert of a token. More than 256 experts need more
+    bytes."""
     models = dataclasses.replace(MODELS, actor=with_experts(), reference=with_experts())
 
-    def found(*words: str, models: Models = models) -> list[tuple[int, bool]]:
-        config = load_config(MIDDLE, [*words, "reference={}", "algorithm.kl_in_loss={coef: 0.1}"])
+    def roles_of(*overrides: str, models: Models = models) -> list[tuple[int, bool]]:
+        config = load_config(MIDDLE, [*overrides, "reference={}", "algorithm.kl_in_loss={coef: 0.1}"])
         setup = make_setup(config, models, 8, on_cuda=True)
         return [(role.routing_bytes, role.balances_experts) for role in setup.roles]
 
-    assert found("actor.router_aux_loss_coef=0.01") == [(3, True), (0, False), (0, False)]
-    assert found("algorithm.router_replay=false")[0] == (0, False)
+    assert roles_of("actor.router_aux_loss_coef=0.01") == [(3, True), (0, False), (0, False)]
+    assert roles_of("algorithm.router_replay=false")[0] == (0, False)
     many = dataclasses.replace(models, actor=with_experts(experts=300))
-    assert found(models=many)[0] == (6, False) and found(models=MODELS)[0] == (0, False)
+    assert roles_of(models=many)[0] == (6, False) and roles_of(models=MODELS)[0] == (0, False)

@@ -66,7 +66,7 @@ def test_a_folder_without_room(tmp_path: Path) -> None:
     assert problem is not None and f"needs 2.5 MB of shared memory, and {tmp_path / 'none'} does not exist" in problem
 
 
-def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     problem = room_problem(1e3, tmp_path)
     assert problem is not None and f"{tmp_path}, which is not writable; mount a larger tmpfs there" in problem
@@ -101,7 +101,7 @@ def test_the_longest_folder_of_torch(short_folder: Path, variable: str) -> None:
     assert problem is not None and "has 74 bytes, and a folder for the sockets" in problem and "at most 73" in problem
 
 
-def test_temporary_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert socket_problem({}) is None
     problem = socket_problem({"TMPDIR": "/nonexistent"})
     assert problem is not None and "and TMPDIR=/nonexistent is not one; export TMPDIR=/tmp" in problem

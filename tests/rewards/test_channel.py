@@ -1,4 +1,4 @@
-"""What a worker says reaches the pool whole."""
+"""Messages of a worker reach the pool completely."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST = next(rule.le for rule in ToolSettings.model_fields["output_characters"].m
 
 
 @pytest.mark.parametrize("character", ["a", "\x01", "\u4e2d", "\U0001f600", "\ud800"])
-def test_the_longest_text_of_a_tool(character: str) -> None:
-    """JSON makes one, six or twelve bytes of a character."""
+def test_longest_text_of_a_tool(character: str) -> None:
+    """JSON encodes a character with one, six or twelve bytes."""
     pool = PoolEnd()
     theirs = [os.dup(descriptor) for descriptor in pool.their_descriptors]
     pool.started("first")

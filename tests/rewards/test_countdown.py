@@ -1,4 +1,4 @@
-"""Countdown's reward: each number once, the exact value, and nothing that is run."""
+"""The reward of Countdown: each number at most once, the exact value, and no execution of text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PUZZLE = {"numbers": [6, 3, 4, 4], "target": 24}
     ],
 )
 def test_scores(response: str, score: float) -> None:
-    found = expression_of_target(prompt="", response=response, answer=None, metadata=PUZZLE, format_score=0.2)
-    assert found == score
+    actual = expression_of_target(prompt="", response=response, answer=None, metadata=PUZZLE, format_score=0.2)
+    assert actual == score
 
 
 def test_fractions_are_exact() -> None:
@@ -44,11 +44,11 @@ def test_fractions_are_exact() -> None:
     assert expression_of_target(prompt="", response=response, answer=None, metadata=puzzle) == 1.0
 
 
-def test_other_records_are_failures() -> None:
+def test_records_without_numbers_are_failures() -> None:
     with pytest.raises(ValueError, match="needs numbers and target with every prompt"):
         expression_of_target(prompt="", response="", answer="24", metadata={})
 
 
-def test_it_is_a_reward_function() -> None:
+def test_path_is_a_reward_function() -> None:
     path = "megappo.rewards.countdown:expression_of_target"
     assert resolve(RewardChoice(path, {"format_score": 0.1}, False)) is expression_of_target

@@ -1,4 +1,4 @@
-"""What a model wrote is never executed by what scores it, and ordinary responses score as the libraries have it."""
+"""Scoring never executes text of a response, and ordinary responses have the same scores as in the libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reasoning_gym.factory import DATASETS
 TASKS = sorted(DATASETS.keys() - {"composite"})
 OPTIONS = {"seed": 1, "size": 20}
 DEAR = ("knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebra_puzzles", "puzzle24")
-"""Whose problems take a tenth of a second or more to make: a quarter of them has to do."""
+"""Tasks with problems that take a tenth of a second or more to create. Only a quarter of their problems is used."""
 ORIGINALS: dict[str, Any] = {"eval": builtins.eval, "parse_expr": sympy.parse_expr, "sympy": sympy, "sp": sympy}
 
 
@@ -38,7 +38,8 @@ ORIGINALS: dict[str, Any] = {"eval": builtins.eval, "parse_expr": sympy.parse_ex
 @pytest.mark.waits
 @pytest.mark.parametrize("rule", ["reasoning_gym", "math_verify"])
 def test_hostile_responses_execute_nothing_and_end(rule: str, tmp_path: Path) -> None:
-    """Of every task, in reward workers: what hangs costs its own sample, and no process, file or memory is left."""
+    """Score responses of every task in reward workers. A response that hangs fails only its own sample. No process,
+    file or memory remains."""
     touched, before = tmp_path / "touched", set(psutil.Process().children(recursive=True))
     responses, golds = hostile(touched), list[tuple[str, dict[str, Any]]]()
     if rule == "math_verify":
@@ -59,16 +60,16 @@ def test_hostile_responses_execute_nothing_and_end(rule: str, tmp_path: Path) ->
         assert time.monotonic() - start < 240
     assert result.scores[-1] == 1.0
     right = {str(r.metadata.get("task")) for r, s in zip(requests, result.scores[:-1], strict=True) if s >= 1}
-    assert right <= {"game_of_life_halting"}  # takes whatever is not "True" for "False"
+    assert right <= {"game_of_life_halting"}  # accepts any text except "True" as "False"
     assert not touched.exists() and os.listdir(tmp_path) == []
     assert set(psutil.Process().children(recursive=True)) <= before
     late = {(requests[i].metadata.get("task"), requests[i].response) for i in result.late}
     known = {("coin_flip", "1e999999999"), ("rubiks_cube", "R999999999 U"), (None, "$9^{9^{9^9}}$")}
-    assert late <= known  # which only their time ends
+    assert late <= known  # these responses end only at the timeout
 
 
 def variants(answer: str) -> list[str]:
-    """What models make of an answer without being right or wrong for it."""
+    """Return variants of an answer that models write, neither clearly right nor wrong."""
     rows = [row.split() for row in answer.splitlines()]
     letters = [list(row) for row in answer.splitlines()]
     return [str(list(answer)), str(answer.split()), str(rows), str(letters), f" {answer}"]
@@ -82,23 +83,23 @@ def wrong(answers: list[str], number: int) -> list[str]:
 @pytest.mark.waits
 @pytest.mark.parametrize("task", TASKS)
 def test_ordinary_answers_score_as_before(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the library's own scorers have it, which nothing stands between: right, wrong, and written otherwise."""
+    """Compare with the scorers of the library without protection, for right, wrong, and reformatted answers."""
     warm_up("reasoning_gym")
     options = OPTIONS | {"size": 5} if task in DEAR else OPTIONS
     dataset = reasoning_gym.create_dataset(task, **options)
     entries = [dataset[n] for n in range(len(dataset))]
     answers = [str(entry["answer"]) for entry in entries]
-    asked = [
+    cases = [
         (response, entry)
         for n, entry in enumerate(entries)
         for response in [answers[n], *variants(answers[n]), *wrong(answers, n)]
     ]
-    found = [_attempt(_ours, options, task, response, entry) for response, entry in asked]
+    actual = [_attempt(_ours, options, task, response, entry) for response, entry in cases]
     for module, (name, _) in SCORERS["reasoning_gym"].items():
         monkeypatch.setattr(import_module(module), name, ORIGINALS[name])
-    theirs = [_attempt(dataset.score_answer, response, entry) for response, entry in asked]
+    theirs = [_attempt(dataset.score_answer, response, entry) for response, entry in cases]
     expected = [float(score) if not isinstance(score, str) else score for score in theirs]
-    compared = zip(asked, found, expected, strict=True)
+    compared = zip(cases, actual, expected, strict=True)
     different = [(r, e["answer"], ours, was) for (r, e), ours, was in compared if ours != was]
     assert not different, different[:3]
 
@@ -106,8 +107,10 @@ def test_ordinary_answers_score_as_before(task: str, monkeypatch: pytest.MonkeyP
 def test_ordinary_mathematics_scores_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up("math_verify")
     golds = ["1/2", "3", "x^2+1", "\\frac{3}{4}", "(1,2)", "0.25", "2^10", "10%"]
-    said = [form.format(gold) for gold in golds for form in ("{}", "${}$", "so \\boxed{{{}}}", "it is {}.", "${}+1$")]
-    said += [
+    responses = [
+        form.format(gold) for gold in golds for form in ("{}", "${}$", "so \\boxed{{{}}}", "it is {}.", "${}+1$")
+    ]
+    responses += [
         "1/4 + 1/4",
         "answer: 2*1.5",
         "so 6/2 = 3",
@@ -119,13 +122,13 @@ def test_ordinary_mathematics_scores_as_before(monkeypatch: pytest.MonkeyPatch) 
     ]
 
     def scores() -> list[Any]:
-        return [_attempt(_mathematics, response, gold) for gold in golds for response in said]
+        return [_attempt(_mathematics, response, gold) for gold in golds for response in responses]
 
-    found = scores()
+    protected = scores()
     monkeypatch.setattr(import_module("math_verify.parser"), "parse_expr", sympy.parse_expr)
     import_module("math_verify.parser").parse_expr_cached.cache_clear()
     monkeypatch.setattr("megappo.rewards.rules.nothing_executed", nullcontext)
-    assert found == scores() and 1.0 in found and 0.0 in found
+    assert protected == scores() and 1.0 in protected and 0.0 in protected
 
 
 def _mathematics(response: str, gold: str) -> float:
@@ -137,10 +140,10 @@ def _ours(options: dict[str, int], task: str, response: str, entry: dict[str, An
     return RULES["reasoning_gym"](prompt="", response=response, answer=None, metadata=metadata)
 
 
-def _attempt(score: Any, *given: Any) -> float | str:
+def _attempt(score: Any, *arguments: Any) -> float | str:
     try:
-        found: float = score(*given)
-        return found
+        result: float = score(*arguments)
+        return result
     except Exception as error:  # noqa: BLE001 - a scorer that raises has to raise as before
         return type(error).__name__
 
@@ -154,7 +157,7 @@ EXPRESSIONS = [
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
-def test_expressions_are_read_as_sympy_reads_them(evaluate: bool) -> None:
+def test_expressions_are_read_as_in_sympy(evaluate: bool) -> None:
     for text in EXPRESSIONS:
         ours, theirs = (_attempt(read, text, evaluate) for read in (_read, _read_by_sympy))
         assert type(ours) is type(theirs) and ours == theirs and str(ours) == str(theirs), text
@@ -168,13 +171,13 @@ def _read_by_sympy(text: str, evaluate: bool) -> Any:
     return sympy.parse_expr(text, {"x": sympy.Symbol("x")}, evaluate=evaluate)
 
 
-def test_what_is_no_expression_is_refused(tmp_path: Path) -> None:
+def test_invalid_expressions_are_refused(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     start = time.monotonic()
     for text in [*hostile(touched), "open", "N", "[1]", "(1, 2)", "x < 3", "x.args", "x[0]", "True", "lambda: 1"]:
         for evaluate in (True, False):
-            found = _attempt(_read, text, evaluate)
-            assert isinstance(found, str) or found == sympy.Integer(9000), (text[:40], str(found)[:80])
+            value = _attempt(_read, text, evaluate)
+            assert isinstance(value, str) or value == sympy.Integer(9000), (text[:40], str(value)[:80])
         assert isinstance(_attempt(read_whole, text), str) or text.startswith("+1") or set(text) <= set("1+-")
         _attempt(read_literal, text)
     assert not touched.exists() and time.monotonic() - start < 20
@@ -184,7 +187,7 @@ def test_what_is_no_expression_is_refused(tmp_path: Path) -> None:
 
 
 def test_text_that_becomes_code_is_an_error_in_every_scorer() -> None:
-    """Also of a version of a library that reads responses by other means."""
+    """The check also covers versions of a library that read responses in other ways."""
     make_safe("math_verify")
     with nothing_executed():
         for run in (eval, exec, lambda text: exec(compile(text, "<own>", "exec"))):

@@ -1,4 +1,4 @@
-"""A judge: what it is asked, how what it says is read, and what a server that fails costs."""
+"""Judges: their requests, the reading of their texts, and the cost of failing servers."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ KEY = "MEGAPPO_TEST_JUDGE_KEY"
 
 @pytest.fixture(autouse=True)
 def world(tmp_path: Path) -> Iterator[None]:
-    """Of one process."""
+    """Start a process group of one process."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Says what the answer that it is shown asks for."""
+    """A judge whose behavior is determined by the answer in the prompt."""
 
-    asked: ClassVar[list[dict[str, Any]]] = []
+    requests: ClassVar[list[dict[str, Any]]] = []
     keys: ClassVar[list[str | None]] = []
-    together, most_together, wanted_together = 0, 0, 0
+    together, most_together, expected_together = 0, 0, 0
     gate = threading.Event()
     lock = threading.Lock()
     ended = threading.Event()
@@ -58,32 +58,32 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(b'{"data": [{"id": "m"}, {"id": "n"}]}')
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
-        wanted = re.findall(r"A: (.*)", prompt)[0]
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = request["messages"][0]["content"] if "messages" in request else request["prompt"]
+        behavior = re.findall(r"A: (.*)", prompt)[0]
         with self.lock:
-            again = sum(a == asked for a in self.asked)
-            self.asked.append(asked)
+            tries = sum(a == request for a in self.requests)
+            self.requests.append(request)
             self.keys.append(self.headers["Authorization"])
             Judge.together += 1
             Judge.most_together = max(self.together, self.most_together)
-            if self.together >= self.wanted_together:
+            if self.together >= self.expected_together:
                 self.gate.set()
         try:
-            self.say(wanted, again)
+            self.respond(behavior, tries)
         finally:
             with self.lock:
                 Judge.together -= 1
 
-    def say(self, wanted: str, again: int) -> None:
-        code, said = 200, f"I thought of Score: 1, and then Score: {wanted}"
-        if wanted == "slow":
+    def respond(self, behavior: str, tries: int) -> None:
+        code, text = 200, f"I thought of Score: 1, and then Score: {behavior}"
+        if behavior == "slow":
             self.ended.wait(20)
-        elif wanted.startswith("wait"):
+        elif behavior.startswith("wait"):
             self.gate.wait(20)
-        if wanted == "refused" or (wanted == "busy" and again < 2) or wanted == "always busy":
-            code = 400 if wanted == "refused" else 429
-        if wanted == "closed" or (wanted == "closed once" and not again):
+        if behavior == "refused" or (behavior == "busy" and tries < 2) or behavior == "always busy":
+            code = 400 if behavior == "refused" else 429
+        if behavior == "closed" or (behavior == "closed once" and not tries):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         answers: dict[str, Any] = {"no json": "<html>", "no choices": {"choices": []}, "empty": None}
@@ -94,17 +94,17 @@ class Judge(BaseHTTPRequestHandler):
             "cut": "Score: 4",
             "silent once": "Score: 0",
         }
-        content = spoken.get(wanted.split(" of ")[0], said)
-        if wanted == "empty":
+        content = spoken.get(behavior.split(" of ")[0], text)
+        if behavior == "empty":
             content = answers.pop("empty")
         chat = self.path == "/v1/chat/completions"
-        answer = answers.get(wanted, {"choices": [{"message": {"content": content}} if chat else {"text": content}]})
+        answer = answers.get(behavior, {"choices": [{"message": {"content": content}} if chat else {"text": content}]})
         body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         self.send_response(code)
-        if wanted == "cut" and not again:  # more is promised than comes
+        if behavior == "cut" and not tries:  # the body is shorter than announced
             self.send_header("Content-Length", str(len(body) + 100))
         self.end_headers()
-        self.wfile.write(b"" if wanted == "silent once" and not again else body)
+        self.wfile.write(b"" if behavior == "silent once" and not tries else body)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -112,7 +112,7 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    Judge.asked, Judge.keys, Judge.ended = [], [], threading.Event()
+    Judge.requests, Judge.keys, Judge.ended = [], [], threading.Event()
     Judge.together = Judge.most_together = 0
     with serving(Judge) as url:
         yield f"{url}/v1"
@@ -120,8 +120,8 @@ def server() -> Iterator[str]:
 
 
 def judge(url: str, **changes: Any) -> dict[str, Any]:
-    given = {"url": url, "model": "m", "prompt": PROMPT, "pattern": r"Score: (\S+)", "scale": [0, 5]}
-    return given | {"unreadable": -0.5, "timeout_seconds": 4.0, "retries": 4} | changes
+    defaults = {"url": url, "model": "m", "prompt": PROMPT, "pattern": r"Score: (\S+)", "scale": [0, 5]}
+    return defaults | {"unreadable": -0.5, "timeout_seconds": 4.0, "retries": 4} | changes
 
 
 def scored(settings: dict[str, Any], *responses: str) -> tuple[list[float], dict[str, float]]:
@@ -133,49 +133,65 @@ def scored(settings: dict[str, Any], *responses: str) -> tuple[list[float], dict
     return scores_B.tolist(), dict(metrics)
 
 
-def test_what_a_judge_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fields of the prompt are put in once: what an answer has in braces stays what it is."""
+def test_requests_of_a_judge(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields of the prompt are inserted once. Braces in an answer are not changed."""
     monkeypatch.setenv(KEY, "a secret")
     settings = {"judge": judge(server, key=KEY, temperature=0.5, max_tokens=7)}
     assert scored(settings, "2.5", "{reference}")[0] == [0.5, -0.5]
     prompts = {answer: f'Q: 1+1=\nA: {answer}\nR: 2\n{{"json": {{answer}}}}' for answer in ("2.5", "{reference}")}
-    given = {"model": "m", "temperature": 0.5, "max_tokens": 7}
-    asked = sorted(Judge.asked, key=lambda a: str(a["messages"]))
-    assert asked == [{**given, "messages": [{"role": "user", "content": prompts[a]}]} for a in ("2.5", "{reference}")]
+    fields = {"model": "m", "temperature": 0.5, "max_tokens": 7}
+    requests = sorted(Judge.requests, key=lambda a: str(a["messages"]))
+    assert requests == [
+        {**fields, "messages": [{"role": "user", "content": prompts[a]}]} for a in ("2.5", "{reference}")
+    ]
     assert set(Judge.keys) == {"Bearer a secret"}
-    Judge.asked.clear()
+    Judge.requests.clear()
     assert scored({"judge": judge(server, chat=False)}, "5")[0] == [1.0]
-    assert [a["prompt"] for a in Judge.asked] == ['Q: 1+1=\nA: 5\nR: 2\n{"json": {answer}}']
+    assert [a["prompt"] for a in Judge.requests] == ['Q: 1+1=\nA: 5\nR: 2\n{"json": {answer}}']
     assert Judge.keys[-1] is None
 
 
-def test_what_fails_costs_its_own_sample(server: str) -> None:
-    """What may pass is asked again, what the server refuses is not; what cannot be read is no failure."""
-    said = ["2.5", "busy", "closed once", "cut", "slow", "refused", "always busy", "closed", "no json", "no choices"]
-    said += ["empty", "six", "6", "nan", "-1", "silent once"]
-    scores, metrics = scored({"judge": judge(server), "max_failure_fraction": 1.0}, *said)
+def test_failures_cost_only_their_own_sample(server: str) -> None:
+    """Temporary failures are retried, and refusals are not. An unreadable text is not a failure."""
+    responses = [
+        "2.5",
+        "busy",
+        "closed once",
+        "cut",
+        "slow",
+        "refused",
+        "always busy",
+        "closed",
+        "no json",
+        "no choices",
+    ]
+    responses += ["empty", "six", "6", "nan", "-1", "silent once"]
+    scores, metrics = scored({"judge": judge(server), "max_failure_fraction": 1.0}, *responses)
     assert scores == pytest.approx([0.5, 0.6, 0.4, 0.8, *[-9.0] * 6, *[-0.5] * 5, 0.0])
     seconds = metrics.pop("reward/judge/seconds")
-    assert 4 <= seconds < 9  # those of the slow one
+    assert 4 <= seconds < 9  # the time of the slow request
     assert metrics == {"reward/failures": 6 / 16, "reward/timeouts": 0.0, "reward/judge/unreadable": 5 / 16}
-    tries = {answer: sum(f"A: {answer}\n" in str(a["messages"][0]["content"]) for a in Judge.asked) for answer in said}
+    tries = {
+        answer: sum(f"A: {answer}\n" in str(a["messages"][0]["content"]) for a in Judge.requests)
+        for answer in responses
+    }
     many = {"busy": 3, "closed once": 2, "cut": 2, "silent once": 2, "always busy": 5, "closed": 5}
-    assert tries == dict.fromkeys(said, 1) | many
+    assert tries == dict.fromkeys(responses, 1) | many
 
 
 @pytest.mark.parametrize(("concurrency", "together"), [(256, 200), (3, 3)])
-def test_many_requests_are_on_their_way_at_once(server: str, concurrency: int, together: int) -> None:
-    """None is answered before so many are there."""
-    Judge.wanted_together, Judge.gate = together, threading.Event()
+def test_many_requests_are_concurrent(server: str, concurrency: int, together: int) -> None:
+    """The server answers only after this number of requests has arrived."""
+    Judge.expected_together, Judge.gate = together, threading.Event()
     settings = judge(server, timeout_seconds=30.0, concurrency=concurrency)
     scores, _ = scored({"judge": settings}, *[f"wait of {n}" for n in range(300)])
     assert scores == [1.0] * 300
     assert together <= Judge.most_together <= concurrency
 
 
-def test_a_judge_among_other_functions(server: str) -> None:
-    told = judge(server, pattern=None, scale=None, choices={"5": 1.0, "1": 0.0, "Score": -1.0})
-    settings = {"functions": {"right": {"function": "exact"}, "taste": {"judge": told, "weight": 0.5}}}
+def test_judge_among_other_functions(server: str) -> None:
+    judge_settings = judge(server, pattern=None, scale=None, choices={"5": 1.0, "1": 0.0, "Score": -1.0})
+    settings = {"functions": {"right": {"function": "exact"}, "taste": {"judge": judge_settings, "weight": 0.5}}}
     scores, metrics = scored(settings, "2", "5", "1")
     assert scores == [1.0 - 0.5, 0.5, 0.0]
     assert metrics.pop("reward/taste/seconds") < 5
@@ -184,7 +200,7 @@ def test_a_judge_among_other_functions(server: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "said", "score"),
+    ("reading", "text", "score"),
     [
         (Reading(r"(\d+)/10", (0, 10), {}, 0.0), "3/10, no: 7/10", 0.7),
         (Reading(r"x=(\S+)", None, {}, 0.0), "x=-1e3", -1000.0),
@@ -193,14 +209,14 @@ def test_a_judge_among_other_functions(server: str) -> None:
         (Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5), "no, yes and yesterday", 1.0),
     ],
 )
-def test_the_last_verdict_counts(reading: Reading, said: str, score: float) -> None:
-    result = reading.score(JudgeText(said))
+def test_last_verdict_counts(reading: Reading, text: str, score: float) -> None:
+    result = reading.score(JudgeText(text))
     assert result == score and not isinstance(result, Noted)
 
 
-@pytest.mark.parametrize("said", ["", "yesterday", "Yes"])
-def test_what_says_nothing_is_unreadable(said: str) -> None:
-    score = Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5).score(JudgeText(said))
+@pytest.mark.parametrize("text", ["", "yesterday", "Yes"])
+def test_text_without_verdict_is_unreadable(text: str) -> None:
+    score = Reading(None, None, {"yes": 1.0, "no": 0.0}, 0.5).score(JudgeText(text))
     assert score == 0.5 and isinstance(score, Noted) and score.note
 
 
@@ -222,13 +238,13 @@ RIGHT = Reading(None, None, {"Right": 1.0, "Wrong": 0.0}, -1.0)
         (RIGHT, "<|START_THINKING|>Right?<|END_THINKING|>Wrong", 0.0),
     ],
 )
-def test_the_verdict_stands_after_the_thoughts(reading: Reading, text: str, score: float) -> None:
+def test_verdict_is_after_the_thoughts(reading: Reading, text: str, score: float) -> None:
     result = reading.score(JudgeText(text))
     assert result == pytest.approx(score) and not isinstance(result, Noted)
 
 
 @pytest.mark.parametrize(
-    ("reading", "text", "words"),
+    ("reading", "text", "message"),
     [
         (GRADE, "<think>I would say Score: 9, but", "did not end its thoughts"),
         (GRADE, "\n<thinking>Score: 9", "did not end its thoughts"),
@@ -242,13 +258,13 @@ def test_the_verdict_stands_after_the_thoughts(reading: Reading, text: str, scor
         (RIGHT, "<|channel|>analysis<|message|>Is that Right?", "did not end its thoughts"),
     ],
 )
-def test_a_verdict_within_thoughts_does_not_count(reading: Reading, text: str, words: str) -> None:
+def test_verdict_within_thoughts_does_not_count(reading: Reading, text: str, message: str) -> None:
     result = reading.score(JudgeText(text))
-    assert result == -1.0 and isinstance(result, Noted) and words in result.note
+    assert result == -1.0 and isinstance(result, Noted) and message in result.note
 
 
 class Protocol(BaseHTTPRequestHandler):
-    """Answers with the JSON that the judged answer holds: a list has an answer for each try."""
+    """A server that answers with the JSON in the judged answer. A list has one answer per try."""
 
     bodies: ClassVar[list[dict[str, Any]]] = []
 
@@ -313,19 +329,19 @@ def part(text: str, kind: str = "text") -> dict[str, str]:
     ],
 )
 def test_answers_of_the_protocol(protocol: str, answers: list[Any], score: float, tries: int) -> None:
-    """Only a finished text holds a verdict; an error in an answer of status 200 is retried."""
+    """Only a finished text contains a verdict. An error in an answer of status 200 is retried."""
     settings = {"judge": judge(protocol, prompt="{answer}"), "max_failure_fraction": 1.0}
     assert scored(settings, json.dumps(answers))[0] == pytest.approx([score])
     assert len(Protocol.bodies) == tries
 
 
-def test_a_continued_text_that_was_cut_is_unreadable(protocol: str) -> None:
+def test_truncated_completion_is_unreadable(protocol: str) -> None:
     settings = {"judge": judge(protocol, prompt="{answer}", chat=False)}
     texts = [json.dumps([{"choices": [{"text": "Score: 5", "finish_reason": end}]}]) for end in ("stop", "length")]
     assert scored(settings, *texts)[0] == [1.0, -0.5]
 
 
-def test_the_first_text_without_a_verdict_is_printed(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_text_without_a_verdict_is_printed(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
     scorer = RewardScorer(RewardSettings.model_validate({"judge": judge(protocol, prompt="{answer}")}), CPU)
     try:
         for text in ("Score: 4", "Score: 4, but", "Score: 3, but"):
@@ -356,8 +372,8 @@ def test_sampling_fields_can_be_left_out(protocol: str) -> None:
         assert Protocol.bodies == [{"model": "m", "messages": [{"role": "user", "content": answers}], **fields}]
 
 
-def test_a_pattern_that_takes_for_ever_costs_its_own_sample(server: str) -> None:
-    """The others of its call have their scores, and the worker lives."""
+def test_endless_pattern_costs_only_its_own_sample(server: str) -> None:
+    """The other samples of the call have their scores, and the worker continues."""
     hanging = judge(server, pattern=r"Score: (?:a|aa)+(\d)$", scale=None, unreadable=0.5)
     responses = [f"{'a' * 60}!", "a3", f"{'a' * 70}!", "aa4", "none"]
     scorer = RewardScorer(RewardSettings.model_validate({"judge": hanging, "max_failure_fraction": 1.0}), CPU)
@@ -400,13 +416,13 @@ GOOD = {"url": "http://judge:1/v1", "model": "m", "prompt": "{answer}", "pattern
         ({"extra_body": {"top_p": float("nan")}}, "extra_body is not JSON"),
     ],
 )
-def test_judges_that_cannot_be_meant(changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_judge_settings_are_refused(changes: dict[str, Any], sentence: str) -> None:
     JudgeSettings.model_validate(GOOD)
     with pytest.raises(ValueError, match=sentence):
         JudgeSettings.model_validate(GOOD | changes)
 
 
-def test_a_judge_stands_where_a_function_does(tmp_path: Path) -> None:
+def test_judge_replaces_a_function(tmp_path: Path) -> None:
     for reward, sentence in [
         ({"judge": GOOD, "function": "exact"}, "function and judge are given together; give one of them"),
         ({"judge": GOOD, "batch": True}, "belong to a function, but a judge is set"),
@@ -417,7 +433,7 @@ def test_a_judge_stands_where_a_function_does(tmp_path: Path) -> None:
             load_config(BASE, [f"reward={json.dumps(reward)}"])
 
 
-def test_a_prompt_in_a_file(tmp_path: Path, server: str) -> None:
+def test_prompt_in_a_file(tmp_path: Path, server: str) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("A: {answer}")
     of_file = judge(server, prompt=None, prompt_file=str(path))
@@ -429,14 +445,14 @@ def test_a_prompt_in_a_file(tmp_path: Path, server: str) -> None:
             _ = JudgeSettings.model_validate(of_file).template
 
 
-def test_a_key_that_nobody_exported(server: str) -> None:
+def test_missing_key_of_a_judge_is_reported(server: str) -> None:
     assert KEY not in os.environ
     with pytest.raises(ValueError, match=f"the environment variable {KEY}, .* is empty; export it"):
         RewardScorer(RewardSettings.model_validate({"judge": judge(server, key=KEY)}), CPU)
 
 
-def test_a_judge_may_move_between_two_parts_of_a_run() -> None:
-    """Its scores do not depend on where it listens; on its prompt they do."""
+def test_judge_can_move_when_a_run_is_resumed() -> None:
+    """The scores depend on the prompt, but not on the address of the judge."""
     for place in ({"judge": GOOD}, {"functions": {"taste": {"judge": GOOD}}}):
         before = {"reward": place}
         moved = {"url": None, "retries": 2, "server": {"machine": 1}}
@@ -446,7 +462,7 @@ def test_a_judge_may_move_between_two_parts_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "model", "state", "words"),
+    ("path", "model", "state", "message"),
     [
         ("/v1", "m", "fine", "serves m"),
         ("/v1/", "q", "broken", "serves m or n, not 'q'"),
@@ -455,27 +471,27 @@ def test_a_judge_may_move_between_two_parts_of_a_run() -> None:
         ("", "m", "broken", "cannot be reached (Connection refused)"),
     ],
 )
-def test_the_doctor_asks_for_the_model(server: str, path: str, model: str, state: str, words: str) -> None:
+def test_doctor_checks_the_model_of_a_judge(server: str, path: str, model: str, state: str, message: str) -> None:
     url = server.removesuffix("/v1") + path if path else "http://127.0.0.1:9/v1"
     (finding,) = judge_findings(load_config(BASE, [f"reward={json.dumps({'judge': judge(url, model=model)})}"]))
-    assert finding.state == state and words in finding.words.replace("[Errno 111] ", "")
+    assert finding.state == state and message in finding.words.replace("[Errno 111] ", "")
 
 
-def test_a_dry_run_asks_the_judge(
+def test_dry_run_asks_the_judge(
     server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    words = ["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps({'judge': judge(server)})}"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    found = re.search(r"a judge scores the answers (\S+) and empty responses (\S+) on average", said)
-    assert found and float(found[1]) > 0 and float(found[2]) == -0.5
+    arguments = ["train", "configs/quickstart.yaml", "--dry-run", f"reward={json.dumps({'judge': judge(server)})}"]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    match = re.search(r"a judge scores the answers (\S+) and empty responses (\S+) on average", output)
+    assert match and float(match[1]) > 0 and float(match[2]) == -0.5
 
 
-def test_a_dry_run_reports_texts_without_a_verdict(
+def test_dry_run_reports_texts_without_a_verdict(
     protocol: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A judge whose thoughts are cut at max_tokens."""
+    """The thoughts of the judge are truncated at max_tokens."""
     monkeypatch.chdir(ROOT)
     prompt = json.dumps([choice("{answer} Score: 4 or", "length")])
     reward = {"judge": judge(protocol, prompt=prompt)}

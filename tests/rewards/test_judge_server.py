@@ -1,4 +1,4 @@
-"""A judge's own server, with a stand-in for SGLang: where it stands, what it is started with, and when it dies."""
+"""Servers that a run starts for a judge, with a replacement for SGLang: devices, arguments, and restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import worlds
 from tests.support.places import ROOT
 from tests.support.rewards import rollouts
 
-HERE = Runtime(0, 1, 0, torch.device("cpu"))
+RUNTIME = Runtime(0, 1, 0, torch.device("cpu"))
 FAKE = """
 import http.server, json, os, sys
 from pathlib import Path
@@ -60,13 +60,13 @@ http.server.ThreadingHTTPServer((arguments["host"], arguments["port"]), Handler)
 
 @pytest.fixture(autouse=True)
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of one process, in which SGLang is the stand-in; no server is left."""
+    """Start a process group of one process with the replacement for SGLang. Check that no server remains."""
     path = worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
     (tmp_path / "packages" / "sglang" / "launch_server.py").write_text(FAKE)
     (tmp_path / "seen").mkdir()
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAKE", str(tmp_path / "seen"))
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which nothing of ours may ask
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the proxy must not be used
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.chdir(ROOT)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -76,8 +76,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(psutil.pid_exists(pid) for pid in started)
 
 
-def judged(folder: Path, server: dict[str, Any] | None = None, *words: str, **changes: Any) -> Config:
-    """The quickstart with a judge whose server is its own."""
+def judged(folder: Path, server: dict[str, Any] | None = None, *overrides: str, **changes: Any) -> Config:
+    """Return the quickstart with a judge and a separate server."""
     judge = {
         "server": server or {},
         "model": str(worlds.TINY),
@@ -87,50 +87,52 @@ def judged(folder: Path, server: dict[str, Any] | None = None, *words: str, **ch
     }
     judge |= {"pattern": r"Score: (\d+)", **changes}
     reward: dict[str, Any] = {"functions": {"right": {"function": "exact"}, "taste": {"judge": judge, "weight": 2.0}}}
-    reward["max_failure_fraction"] = 0.0  # whose sentence has the reason
-    return load_config("configs/quickstart.yaml", [f"run.directory={folder}", f"reward={json.dumps(reward)}", *words])
+    reward["max_failure_fraction"] = 0.0  # the error then contains the reason
+    return load_config(
+        "configs/quickstart.yaml", [f"run.directory={folder}", f"reward={json.dumps(reward)}", *overrides]
+    )
 
 
 def scored(config: Config, *responses: str) -> list[float]:
-    scorer = RewardScorer(config.reward, HERE.device, start_reward_servers(config, HERE))
+    scorer = RewardScorer(config.reward, RUNTIME.device, start_reward_servers(config, RUNTIME))
     try:
         scores_B, metrics = scorer.score(rollouts(*responses))
         assert metrics["reward/failures"] == 0.0
     finally:
         scorer.close()
-    found: list[float] = scores_B.tolist()
-    return found
+    scores: list[float] = scores_B.tolist()
+    return scores
 
 
 @pytest.mark.parametrize("name", ["host", "--port", "config", "model_path"])
-def test_a_judges_server_is_opened_to_nobody(tmp_path: Path, name: str) -> None:
+def test_judge_server_arguments_of_the_run_are_refused(tmp_path: Path, name: str) -> None:
     config = judged(tmp_path / "run", {"arguments": {name: "x"}})
-    (said, *_) = reward_rules(config.reward)
-    assert f"server.arguments has {name}, which a run decides for its own servers; remove it" in said
+    (problem, *_) = reward_rules(config.reward)
+    assert f"server.arguments has {name}, which a run decides for its own servers; remove it" in problem
 
 
 @pytest.mark.waits
-def test_a_judge_with_a_server_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It dies while it is asked, and what it owes is asked of the one that follows, at the same place."""
+def test_judge_with_its_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server ends during a request. The next server at the same address receives the open requests."""
     answers = [f"answer {n}" for n in range(20)]
     config = judged(tmp_path / "run", {"threads": 1, "arguments": {"context-length": 64}})
     assert scored(config, *answers, "die") == [2.0 * len(answer) for answer in [*answers, "die"]]
     first, second = [json.loads(path.read_text()) for path in (tmp_path / "seen").glob("*.json")]
-    assert first.pop("extra-metric-labels") != second.pop("extra-metric-labels"), "by which each start is known"
+    assert first.pop("extra-metric-labels") != second.pop("extra-metric-labels"), "the label of each start"
     assert first == second
     assert (first["model-path"], first["dtype"], first["host"]) == (str(worlds.TINY), "float32", "127.0.0.1")
     assert first["context-length"] == 64 and first["max-total-tokens"] == 65536
     assert not {"load-format", "skip-tokenizer-init", "json-model-override-args"} & first.keys()
-    said = capsys.readouterr()
-    assert "judge taste (http://127.0.0.1:" in said.err and "it is started again" in said.err
-    assert first["api-key"] not in said.err + said.out
+    output = capsys.readouterr()
+    assert "judge taste (http://127.0.0.1:" in output.err and "it is started again" in output.err
+    assert first["api-key"] not in output.err + output.out
     assert (tmp_path / "run" / "engines" / "judge-taste.log").exists()
 
 
 @pytest.mark.waits
-def test_a_judge_that_cannot_be_kept_running_ends_the_run(tmp_path: Path) -> None:
-    """Soon, with what the server said, though its answers may be waited for much longer. The first one may
-    have died before it was seen to be ready."""
+def test_failing_restarts_of_a_judge_end_the_run(tmp_path: Path) -> None:
+    """The run ends soon with the output of the server, despite a long request timeout. The first server may have ended
+    before it was ready."""
     sentence = (
         r"a judge's server cannot be kept running: judge taste .* ended during its start; .*out of memory; "
         r"the server was started [23] times \(reward.functions.taste.judge.server.max_restarts 5\)"
@@ -139,13 +141,13 @@ def test_a_judge_that_cannot_be_kept_running_ends_the_run(tmp_path: Path) -> Non
         scored(judged(tmp_path / "run", timeout_seconds=300.0), "fine", "die for ever")
 
 
-def test_a_machine_that_there_is_not(tmp_path: Path) -> None:
+def test_machine_of_a_judge_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"judge.server.machine is 3, must be below 1 "):
-        start_reward_servers(judged(tmp_path / "run", {"machine": 3}), HERE)
+        start_reward_servers(judged(tmp_path / "run", {"machine": 3}), RUNTIME)
 
 
 @pytest.mark.parametrize(
-    ("server", "words", "outcome"),
+    ("server", "overrides", "outcome"),
     [
         ({}, (), (4,)),
         ({"first_device": 6, "tensor_parallel": 2}, (), (6, 7)),
@@ -156,11 +158,11 @@ def test_a_machine_that_there_is_not(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_gpus_of_a_judge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any], words: tuple[str, ...], outcome: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any], overrides: tuple[str, ...], outcome: Any
 ) -> None:
-    """Of eight, beside four ranks."""
+    """The machine has eight GPUs, and four ranks."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    config = judged(tmp_path, server, *words)
+    config = judged(tmp_path, server, *overrides)
     own = config.reward.judges["taste"].server
     assert own is not None
     if isinstance(outcome, tuple):
@@ -170,8 +172,8 @@ def test_gpus_of_a_judge(
             own_gpus(config, own, "taste", ranks_here=4)
 
 
-def test_a_judge_is_in_the_plan(tmp_path: Path) -> None:
-    """On GPUs on its own ones, on a CPU as a part of what every rank has."""
+def test_plan_includes_the_judge(tmp_path: Path) -> None:
+    """On GPUs, the judge has separate devices. On a CPU, every rank has a share of the judge."""
     folder = worlds.pretrained(tmp_path / "judge")
     config = judged(tmp_path / "run", {"tensor_parallel": 2, "max_total_tokens": 1000}, model=str(folder))
     models = read_models(config, None).models
@@ -183,7 +185,7 @@ def test_a_judge_is_in_the_plan(tmp_path: Path) -> None:
         2,
         pytest.approx(0.85 * MACHINES["h100"].memory_bytes),
     )
-    assert judge.weights == pytest.approx(weights / 4, rel=0.05)  # bfloat16, on two
+    assert judge.weights == pytest.approx(weights / 4, rel=0.05)  # bfloat16, on two ranks
     assert on_gpus.fullest.reward == 0
     on_cpu = make_plan(config, models, MACHINES["cpu"], 2)
     cache = 2 * 4 * 1000 * 2 * 1 * 16  # keys and values, float32, tokens, layers, one of two heads, its width
@@ -194,14 +196,14 @@ def test_a_judge_is_in_the_plan(tmp_path: Path) -> None:
         make_plan(judged(tmp_path, {"memory_fraction": 1e-8}, model=str(folder)), models, MACHINES["h100"], 2)
 
 
-def test_a_dry_run_and_the_doctor_know_of_it(
+def test_dry_run_and_doctor_check_the_judge_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is started; SGLang is needed though another engine generates."""
+    """No server is started. SGLang is required although another engine generates."""
     config = judged(tmp_path / "run")
     reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
-    words = ["train", "configs/quickstart.yaml", "--dry-run", reward]
-    assert main(words) == 0
+    arguments = ["train", "configs/quickstart.yaml", "--dry-run", reward]
+    assert main(arguments) == 0
     assert f"a judge, {worlds.TINY}, on a server that the run starts" in capsys.readouterr().out
     assert generation_finding(config).state == "fine"
     monkeypatch.setattr(software, "installed_version", lambda _name: None)
@@ -218,7 +220,7 @@ def test_a_dry_run_and_the_doctor_know_of_it(
         ({"prompt": None, "prompt_file": "nowhere"}, "judge.prompt_file 'nowhere' cannot be read (No such file"),
     ],
 )
-def test_judges_whose_files_are_not_there(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+def test_missing_files_of_judges_are_reported(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     config = judged(tmp_path, **changes)
     with pytest.raises(ConfigError) as refused:
         derive(config, 2, read_models(config, None).models.actor)

@@ -1,4 +1,4 @@
-"""Reward models: a score belongs to its text, whatever stands beside it in the batch."""
+"""Reward models: the score of a text does not depend on the other texts of the batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_scores_do_not_depend_on_the_batch(
     tmp_path: Path, llama: LlamaForSequenceClassification, batch_tokens: int
 ) -> None:
     model = load(save(tmp_path, llama), batch_tokens=batch_tokens)
-    # "a" is also the padding token: transformers' own head would read these scores elsewhere
+    # "a" is also the padding token. The head of transformers would read these scores at other positions.
     responses = ["b" * n + "a" for n in (1, 3, 30, 7, 2)] * 4
     prompts = [f"{i}+1=" for i in range(len(responses))]
     together = model.score(prompts, responses)
@@ -62,20 +62,20 @@ def test_scores_do_not_depend_on_the_batch(
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_reward_model_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its name: where the hub's cache of this machine has it, its scores and its size; its size also without the
+def test_reward_model_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in the cache of the Hub is found by its name, with its scores and its size. The size is known without the
     weights."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    kept, name = tmp_path / "models--some--reward", "some/reward"
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text("0123")
-    folder = save(kept / "snapshots" / "0123", llama)
-    given, count = rollouts("a", "b"), sum(p.numel() for p in llama.parameters())
+    cached, name = tmp_path / "models--some--reward", "some/reward"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0123")
+    folder = save(cached / "snapshots" / "0123", llama)
+    samples, count = rollouts("a", "b"), sum(p.numel() for p in llama.parameters())
     settings = RewardSettings(function="model", model_path=name)
     assert not list(reward_rules(settings))
-    found = RewardScorer(settings, torch.device("cpu")).score_local(given)
-    torch.testing.assert_close(found, load(folder).score(["1+1="] * 2, given.responses))
+    actual = RewardScorer(settings, torch.device("cpu")).score_local(samples)
+    torch.testing.assert_close(actual, load(folder).score(["1+1="] * 2, samples.responses))
     reward_parameters.cache_clear()
     assert reward_parameters(name) == count
     (Path(folder) / "model.safetensors").unlink()
@@ -87,20 +87,20 @@ def test_a_reward_model_of_the_hub(tmp_path: Path, llama: Any, monkeypatch: pyte
     assert [problem[:50] for problem in reward_rules(missing)] == ["reward.model_path './nowhere' is not a folder (fro"]
 
 
-def test_a_template_that_fails_is_one_sentence(tmp_path: Path, llama: Any) -> None:
+def test_failing_template_is_reported(tmp_path: Path, llama: Any) -> None:
     model = load(save(tmp_path, llama, "{{ 1 + messages[1]['content'] }}"))
     with pytest.raises(ValueError, match=r"the reward model's chat template fails on .* \(TypeError: .*; fix the"):
         model.score([[{"role": "user", "content": "a"}]], ["b"])
 
 
-def test_chat_messages_are_rendered_by_its_own_template(tmp_path: Path, llama: Any) -> None:
+def test_chat_messages_use_the_template_of_the_model(tmp_path: Path, llama: Any) -> None:
     model = load(save(tmp_path, llama, TEMPLATE))
     assert model.has_chat_template
     chat = model.score([[{"role": "user", "content": "x"}]], ["y"])
     torch.testing.assert_close(chat, model.score(["<u>x<a>"], ["y"]))
 
 
-def test_long_texts_lose_their_beginning(tmp_path: Path, llama: Any) -> None:
+def test_long_texts_are_truncated_at_the_beginning(tmp_path: Path, llama: Any) -> None:
     model = load(save(tmp_path, llama))
     torch.testing.assert_close(model.score(["c" * 100], ["d" * 60]), model.score(["c" * 4], ["d" * 60]))
 
@@ -118,7 +118,7 @@ def test_unusable_models(tmp_path: Path, make: Any, sentence: str) -> None:
         load(save(tmp_path, make()))
 
 
-def test_batches_keep_to_their_tokens() -> None:
+def test_batches_obey_their_token_budget() -> None:
     lengths = [3, 9, 1, 30, 3, 2]
     batches = list(batches_of(lengths, 9))
     assert sorted(i for batch in batches for i in batch) == list(range(6))
@@ -126,7 +126,7 @@ def test_batches_keep_to_their_tokens() -> None:
     assert list(batches_of([], 9)) == []
 
 
-def test_a_tokenizer_larger_than_the_model(tmp_path: Path, llama: Any) -> None:
+def test_tokenizer_larger_than_the_model(tmp_path: Path, llama: Any) -> None:
     path = save(tmp_path, llama)
     character_tokenizer(alphabet=ALPHABET + "?!").save_pretrained(path)
     model = load(path)
@@ -135,26 +135,26 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path, llama: Any) -> None:
         model.score(["a"], ["!"])
 
 
-def test_texts_that_a_template_rendered_begin_once(tmp_path: Path, llama: Any) -> None:
-    """The policy's template wrote the beginning that the reward model's tokenizer would add."""
-    words = character_tokenizer()
-    words.add_special_tokens({"bos_token": "<", "eos_token": ">"})
-    ends = [("<", words.bos_token_id), (">", words.eos_token_id)]
+def test_rendered_texts_begin_once(tmp_path: Path, llama: Any) -> None:
+    """The template of the policy has added the beginning that the tokenizer of the reward model would add."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<", "eos_token": ">"})
+    ends = [("<", tokenizer.bos_token_id), (">", tokenizer.eos_token_id)]
     for single, read in (("< $A", "<a=7"), ("< $A >", "<a=7>"), ("$A >", "<a=7>")):
-        words.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
         path = save(tmp_path, llama)
-        words.save_pretrained(path)
+        tokenizer.save_pretrained(path)
         texts = load(path).texts
-        assert texts.ids("<a=", "7") == words(read, add_special_tokens=False)["input_ids"], single
-        assert texts.ids("<a=", "7>") == words("<a=7>", add_special_tokens=False)["input_ids"], single
+        assert texts.ids("<a=", "7") == tokenizer(read, add_special_tokens=False)["input_ids"], single
+        assert texts.ids("<a=", "7>") == tokenizer("<a=7>", add_special_tokens=False)["input_ids"], single
 
 
-def test_its_template_is_told_the_time_of_the_run(tmp_path: Path, llama: Any) -> None:
+def test_template_receives_the_time_of_the_run(tmp_path: Path, llama: Any) -> None:
     path = save(tmp_path, llama, "{{ strftime_now('%d%m%Y') }}" + TEMPLATE)
     chat, time = [{"role": "user", "content": "x"}], "2024-07-26"
-    wanted = character_tokenizer()("26072024<u>x<a>y", add_special_tokens=False)["input_ids"]
-    assert load(path, template_time=time).texts.ids(chat, "y") == wanted
-    assert load(path, template_time="2025-07-26").texts.ids(chat, "y") != wanted
+    expected_ids = character_tokenizer()("26072024<u>x<a>y", add_special_tokens=False)["input_ids"]
+    assert load(path, template_time=time).texts.ids(chat, "y") == expected_ids
+    assert load(path, template_time="2025-07-26").texts.ids(chat, "y") != expected_ids
     settings, samples = RewardSettings(function="model", model_path=path), rollouts("a", "bc")
     scorer = RewardScorer(settings, torch.device("cpu"), template_time=time)
     chats = [prompt.metadata[CHAT_MESSAGES] for prompt in samples.prompts]
@@ -189,12 +189,12 @@ def test_damaged_folders(tmp_path: Path, llama: Any, damage: Callable[[Path], ob
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be loaded"):
         load(str(tmp_path))
 
 
-def test_a_scorer_with_a_model_gives_each_text_its_score(tmp_path: Path, llama: Any) -> None:
+def test_scorer_with_a_model_scores_each_text(tmp_path: Path, llama: Any) -> None:
     settings = RewardSettings(function="model", model_path=save(tmp_path, llama))
     scorer, failures = RewardScorer(settings, torch.device("cpu")), dict[int, str]()
     first, second, third, again = scorer.score_local(rollouts("a", "b", "cb", "a"), failures).tolist()
@@ -204,7 +204,7 @@ def test_a_scorer_with_a_model_gives_each_text_its_score(tmp_path: Path, llama: 
 
 
 @pytest.mark.parametrize("worth", [float("nan"), float("inf"), float("-inf")])
-def test_a_text_without_a_score_costs_its_own_sample(tmp_path: Path, llama: Any, worth: float) -> None:
+def test_text_without_a_score_costs_its_own_sample(tmp_path: Path, llama: Any, worth: float) -> None:
     with torch.no_grad():
         llama.model.embed_tokens.weight[ALPHABET.index("b")] = worth
     settings = RewardSettings(function="model", model_path=save(tmp_path, llama), failure_score=-7.0)
@@ -216,7 +216,7 @@ def test_a_text_without_a_score_costs_its_own_sample(tmp_path: Path, llama: Any,
 
 
 @pytest.mark.parametrize("head", [3e38, -3e38, float("nan")])
-def test_a_head_beyond_float32_ends_the_run_over_its_reward(tmp_path: Path, llama: Any, head: float) -> None:
+def test_head_beyond_float32_ends_the_run(tmp_path: Path, llama: Any, head: float) -> None:
     with torch.no_grad():
         llama.score.weight.copy_(llama.score.weight.sign() * head * 100)
     settings = RewardSettings(function="model", model_path=save(tmp_path, llama))

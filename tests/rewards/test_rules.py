@@ -1,4 +1,4 @@
-"""The built-in rules, and the names and options they are chosen by."""
+"""The built-in rules, their names and their options."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ def test_rule(rule: str, response: str, answer: str, options: dict[str, Any], ex
     ("raw_response", "expected"),
     [("12<eos>", 1), ("12", 0), ("<pad>12<eos>", 0), ("12<pad><eos>", 0), ("12<eos><pad>", 0), ("<eos>", 0)],
 )
-def test_the_quickstarts_reward_wants_answer_and_end(raw_response: str, expected: float) -> None:
-    """Without special tokens most of them are the answer."""
+def test_quickstart_reward_needs_answer_and_end(raw_response: str, expected: float) -> None:
+    """Without special tokens, most of these responses equal the answer."""
     sample: dict[str, Any] = {"prompt": "5+7=", "response": "12", "answer": "12", "metadata": {}}
     assert answer_then_end(**sample, raw_response=raw_response) == expected
     assert answer_then_end(**sample, raw_response=raw_response, end_token="<pad>") == 0
 
 
 @pytest.mark.parametrize("rule", ["exact", "number", "gsm8k", "math_verify"])
-def test_an_answer_is_needed(rule: str) -> None:
+def test_rules_need_an_answer(rule: str) -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="needs an answer with every prompt"):
         score(rule, "1", None)
 
 
 @pytest.mark.parametrize("rule", ["number", "gsm8k"])
-def test_an_answer_without_number_is_an_error(rule: str) -> None:
+def test_answer_without_number_is_an_error(rule: str) -> None:
     with pytest.raises(ValueError, match="contains no number"):
         score(rule, "1", "one")
 
@@ -103,7 +103,7 @@ NOT_ONE = [
 
 @pytest.mark.parametrize("rule", ["number", "gsm8k"])
 @pytest.mark.parametrize("gold", ONE_NUMBER)
-def test_an_answer_may_be_one_number_with_its_unit(rule: str, gold: str) -> None:
+def test_answer_may_be_one_number_with_its_unit(rule: str, gold: str) -> None:
     worth = ONE_NUMBER[gold]
     assert score(rule, f"{worth}", gold) == 1 and score(rule, f"{worth + 1}", gold) == 0
     if rule == "gsm8k":
@@ -112,8 +112,8 @@ def test_an_answer_may_be_one_number_with_its_unit(rule: str, gold: str) -> None
 
 @pytest.mark.parametrize("rule", ["number", "gsm8k"])
 @pytest.mark.parametrize("gold", NOT_ONE)
-def test_an_answer_that_is_not_one_number_pays_nothing(rule: str, gold: str) -> None:
-    """It was compared by its last number: 2 was right where 1/2 was asked for."""
+def test_answer_with_several_numbers_is_an_error(rule: str, gold: str) -> None:
+    """A comparison with the last number would accept 2 for the answer 1/2."""
     for answer in (gold, f"so\n#### {gold}") if rule == "gsm8k" else (gold,):
         with pytest.raises(ValueError, match="is not exactly one number"):
             score(rule, gold[-1], answer)
@@ -139,19 +139,23 @@ def test_answers_are_refused_before_a_run(reward: dict[str, Any], answers: list[
 
 
 @pytest.mark.waits
-def test_a_dry_run_looks_at_answers_and_unknown_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of training and of validation."""
+def test_dry_run_checks_answers_and_unknown_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The dry run checks training and validation data."""
     for name, answers in (("good", "34"), ("bad", ["3", "3/4"])):
         lines = [json.dumps({"prompt": f"{answer}?=", "answer": answer}) for answer in answers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     good, bad = ({"source": str(tmp_path / f"{name}.jsonl")} for name in ("good", "bad"))
     for data, code in (({"train": good}, 0), ({"train": bad}, 2), ({"train": good, "validation": bad}, 2)):
-        given = json.dumps({**data, "apply_chat_template": False, "max_prompt_tokens": 8})
-        words = [f"data={given}", "reward={function: number}", *(["evaluation=null"] if len(data) == 1 else [])]
-        assert main(["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path}", *words]) == code
-        said = capsys.readouterr()
-        assert "2 of 2 prompts of" in said.out and "tokens are <unk>" in said.out
-        assert ("the answer '3/4' is not exactly one number" in said.err) == (code == 2)
+        data_settings = json.dumps({**data, "apply_chat_template": False, "max_prompt_tokens": 8})
+        overrides = [
+            f"data={data_settings}",
+            "reward={function: number}",
+            *(["evaluation=null"] if len(data) == 1 else []),
+        ]
+        assert main(["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path}", *overrides]) == code
+        output = capsys.readouterr()
+        assert "2 of 2 prompts of" in output.out and "tokens are <unk>" in output.out
+        assert ("the answer '3/4' is not exactly one number" in output.err) == (code == 2)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +182,13 @@ def test_a_dry_run_looks_at_answers_and_unknown_tokens(tmp_path: Path, capsys: p
     ],
 )
 def test_dollars_of_an_answer_are_money_or_delimiters(gold: str, right: str, wrong: str) -> None:
-    """By the library itself."""
+    """The answers are scored by the library itself."""
     pytest.importorskip("math_verify")
     assert score("math_verify", right, gold) == 1 and score("math_verify", wrong, gold) == 0
 
 
 @pytest.mark.parametrize("gold", ["", "$", r"\$", "$$"])
-def test_an_answer_of_dollars_alone_is_no_expression(gold: str) -> None:
+def test_answer_of_only_dollars_is_no_expression(gold: str) -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="is not a mathematical expression"):
         score("math_verify", "1", gold)
@@ -211,7 +215,7 @@ def test_reasoning_gym_scores_with_the_dataset() -> None:
 
 
 @pytest.mark.parametrize("library", ["math_verify", "reasoning_gym"])
-def test_a_missing_library_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ValueError, match=r"needs a library; pip install '.\[tasks\]' in"):
         check_reward(RewardSettings(function=library))
@@ -298,7 +302,7 @@ def test_unusable_reward(
         ("many", True, ("responses",)),
     ],
 )
-def test_a_function_is_given_what_it_has_parameters_for(
+def test_functions_receive_only_their_parameters(
     function: str, batch: bool, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "user_rules.py").write_text(USER_MODULE)
@@ -310,6 +314,6 @@ def test_a_function_is_given_what_it_has_parameters_for(
 
 
 @pytest.mark.waits
-def test_a_worker_imports_nothing_heavy() -> None:
+def test_worker_imports_nothing_heavy() -> None:
     code = "import sys, megappo.rewards.worker_main; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

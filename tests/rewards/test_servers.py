@@ -1,4 +1,5 @@
-"""Reward servers that say anything at all, and proxies of the environment: what each costs, and who is asked."""
+"""Reward servers with arbitrary answers, and proxies of the environment: the cost of failures, and the addressed
+hosts."""
 
 from __future__ import annotations
 
@@ -69,16 +70,16 @@ REFUSED = {
 
 @contextmanager
 def server_answering(answer: Callable[[str], bytes]) -> Iterator[str]:
-    """A server that answers a sample by its response, byte for byte; where that begins with `dripping` it says a letter
-    now and then for ever."""
+    """Start a server that answers a sample with the exact bytes for its response. If the response begins with
+    `dripping`, the server then sends single characters without end."""
     listening, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def serve(connection: socket.socket) -> None:
         with connection:
-            given = connection.recv(1 << 20)
-            while b"\r\n\r\n" not in given or not given.endswith(b"}"):
-                given += connection.recv(1 << 20)
-            response = json.loads(given.partition(b"\r\n\r\n")[2])["response"]
+            received = connection.recv(1 << 20)
+            while b"\r\n\r\n" not in received or not received.endswith(b"}"):
+                received += connection.recv(1 << 20)
+            response = json.loads(received.partition(b"\r\n\r\n")[2])["response"]
             try:
                 connection.sendall(answer(response))
                 while response.startswith("dripping") and not ended.wait(0.1):
@@ -108,68 +109,68 @@ def score(url: str, *responses: str, **options: Any) -> list[float | str]:
     return scores(url=url, responses=responses, **{"deadline_seconds": 3.0, **many, **options})
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
-    asked: list[str] = []
+def test_incomplete_answers_are_retried() -> None:
+    requested: list[str] = []
 
     def answer(response: str) -> bytes:
-        asked.append(response)
-        return whole(b'{"score": 1}') if asked.count(response) > 2 else CUT[response]
+        requested.append(response)
+        return whole(b'{"score": 1}') if requested.count(response) > 2 else CUT[response]
 
     with server_answering(answer) as url:
         assert score(url, *CUT) == [1.0] * len(CUT)
-    assert {response: asked.count(response) for response in CUT} == dict.fromkeys(CUT, 3)
+    assert {response: requested.count(response) for response in CUT} == dict.fromkeys(CUT, 3)
 
 
-def test_a_server_says_when_it_may_be_asked_again() -> None:
-    """Not sooner; where that is behind the deadline, not at all."""
-    asked: list[float] = []
+def test_server_sets_the_time_of_the_retry() -> None:
+    """No retry is sent earlier. If the time is after the deadline, no retry is sent."""
+    times: list[float] = []
 
     def busy(response: str) -> bytes:
-        asked.append(time.monotonic())
-        if len(asked) == 2:
+        times.append(time.monotonic())
+        if len(times) == 2:
             return whole(b'{"score": 1}')
         return f"HTTP/1.1 503 Busy\r\nRetry-After: {response}\r\nContent-Length: 0\r\n\r\n".encode()
 
     with server_answering(busy) as url:
-        assert score(url, "1") == [1.0] and asked[1] - asked[0] >= 1.0
-        (found,) = score(url, "60")
-        assert "HTTP 503 Busy, after 1 try" in str(found)
+        assert score(url, "1") == [1.0] and times[1] - times[0] >= 1.0
+        (failure,) = score(url, "60")
+        assert "HTTP 503 Busy, after 1 try" in str(failure)
 
 
-def test_what_a_server_said_is_told_where_the_last_try_has_no_answer() -> None:
-    said = [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"]
-    with server_answering(lambda _: said.pop(0)) as url:
-        (found,) = score(url, "dripping", deadline_seconds=1.0)
-    assert "HTTP 503 Busy, then timed out, after 2 tries" in str(found)
+def test_last_answer_is_reported_after_a_timeout() -> None:
+    answers = [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"]
+    with server_answering(lambda _: answers.pop(0)) as url:
+        (failure,) = score(url, "dripping", deadline_seconds=1.0)
+    assert "HTTP 503 Busy, then timed out, after 2 tries" in str(failure)
 
 
-def test_whatever_a_server_says_costs_its_own_sample() -> None:
-    """In the time that a sample has, which no answer stretches; and so in a reward worker."""
-    said = {name: answer for name, (answer, _) in REFUSED.items()} | CUT
+def test_invalid_answers_cost_only_their_own_sample() -> None:
+    """Each sample has a fixed time limit that no answer can extend. The same is true in a reward worker."""
+    answers = {name: answer for name, (answer, _) in REFUSED.items()} | CUT
 
     def answer(response: str) -> bytes:
-        return said.get(response, whole(b'{"score": 0.5}'))
+        return answers.get(response, whole(b'{"score": 0.5}'))
 
-    everything = ["fine", *said, "fine"]
+    everything = ["fine", *answers, "fine"]
     with server_answering(answer) as url:
         start = time.monotonic()
-        found = score(url, *everything, deadline_seconds=1.5)
+        results = score(url, *everything, deadline_seconds=1.5)
         assert time.monotonic() - start < 8
-        assert found[0] == found[-1] == 0.5 and all(isinstance(f, Unscored) for f in found[1:-1]), found
-        told = dict(zip(everything, map(str, found), strict=True))
-        for name, (_, words) in REFUSED.items():
-            assert words in told[name], (name, told[name])
+        assert results[0] == results[-1] == 0.5 and all(isinstance(f, Unscored) for f in results[1:-1]), results
+        messages = dict(zip(everything, map(str, results), strict=True))
+        for name, (_, expected) in REFUSED.items():
+            assert expected in messages[name], (name, messages[name])
         settings = RewardSettings(
             function="megappo.rewards.http:scores", batch=True, options={"url": url, "deadline_seconds": 1.5},
             max_failure_fraction=1.0, failure_score=-1.0, timeout_seconds=20,
         )  # fmt: skip
         with RewardPool(settings) as pool:
             result = pool.score([RewardRequest("p", response, response, None, {}) for response in everything])
-        assert result.scores.tolist() == [0.5, *[-1.0] * len(said), 0.5]
+        assert result.scores.tolist() == [0.5, *[-1.0] * len(answers), 0.5]
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (datetime.date(2026, 1, 2), "metadata.x is datetime.date(2026, 1, 2) (date), which JSON does not support"),
         (Decimal("0.5"), "metadata.x is Decimal('0.5') (Decimal)"),
@@ -181,11 +182,11 @@ def test_whatever_a_server_says_costs_its_own_sample() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_without_json_names_its_field(value: Any, words: str) -> None:
+def test_value_without_json_names_its_field(value: Any, message: str) -> None:
     """Only the sample with the value fails."""
     with server_answering(lambda _: whole(b'{"score": 1}')) as url:
         good, failed = score(url, "a", "b", metadata=[{}, {"x": value}])
-    assert good == 1.0 and isinstance(failed, Unscored) and words in failed
+    assert good == 1.0 and isinstance(failed, Unscored) and message in failed
 
 
 def test_deeply_nested_metadata_fails_only_its_own_sample() -> None:
@@ -198,7 +199,7 @@ def test_deeply_nested_metadata_fails_only_its_own_sample() -> None:
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 Unprocessable"])
-def test_the_reason_of_a_refusal_is_reported(status: str) -> None:
+def test_reason_of_a_refusal_is_reported(status: str) -> None:
     """The first 200 characters of the body are reported as a single line without keys."""
     bodies = {
         "json": json.dumps({"detail": "field 'answer' is required"}),
@@ -224,8 +225,8 @@ def test_the_reason_of_a_refusal_is_reported(status: str) -> None:
     }
 
 
-def test_the_reason_of_a_temporary_refusal_is_reported() -> None:
-    """Where the server asks for a pause that ends after the deadline."""
+def test_reason_of_a_temporary_refusal_is_reported() -> None:
+    """The server requests a pause that ends after the deadline."""
     body = b'{"error": "quota of team a is used up"}'
     head = b"HTTP/1.1 429 Busy\r\nRetry-After: 60\r\nContent-Length: %d\r\n\r\n" % len(body)
     with server_answering(lambda _: head + body) as url:
@@ -234,7 +235,7 @@ def test_the_reason_of_a_temporary_refusal_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "requests", "words"),
+    ("answer", "requests", "message"),
     [
         ({"error": {"message": "overloaded"}}, 2, ""),
         ({"error": "busy"}, 2, ""),
@@ -245,16 +246,16 @@ def test_the_reason_of_a_temporary_refusal_is_reported() -> None:
         ({"error": None}, 1, 'answered {"error": null}, must have a number as score'),
     ],
 )
-def test_an_error_in_an_answer_of_status_200_is_retried(answer: Any, requests: int, words: str) -> None:
+def test_error_in_an_answer_of_status_200_is_retried(answer: Any, requests: int, message: str) -> None:
     """Errors with a code such as 400 are not retried."""
     answers = [json.dumps(answer).encode(), b'{"score": 0.5}']
     with server_answering(lambda _: whole(answers.pop(0))) as url:
         (result,) = score(url, "r")
     assert 2 - len(answers) == requests
-    assert words in str(result) if words else result == 0.5
+    assert message in str(result) if message else result == 0.5
 
 
-def test_a_score_with_an_error_counts() -> None:
+def test_score_with_an_error_counts() -> None:
     with server_answering(lambda _: whole(b'{"score": 0.0, "error": "does not compile"}')) as url:
         assert score(url, "r") == [0.0]
 
@@ -263,12 +264,12 @@ def test_a_score_with_an_error_counts() -> None:
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Answers whatever it is asked for itself."""
+    """A proxy that answers every request itself."""
 
-    asked: ClassVar[list[str]] = []
+    urls: ClassVar[list[str]] = []
 
     def do_POST(self) -> None:
-        self.asked.append(self.path)
+        self.urls.append(self.path)
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(503 if "busy" in self.path else 200)
         self.end_headers()
@@ -293,8 +294,8 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("dead_proxy")
-def test_servers_of_the_job_are_asked_without_a_proxy() -> None:
-    """A reward server and a judge, from their workers, and the doctor."""
+def test_local_servers_are_reached_without_a_proxy() -> None:
+    """Check a reward server and a judge from their workers, and the doctor."""
     judge = {"model": "m", "prompt": "{answer}", "choices": {"good": 1.0, "bad": 0.0}, "timeout_seconds": 2.0}
     with serving(Proxy) as url:
         chosen: list[dict[str, Any]] = [
@@ -306,24 +307,24 @@ def test_servers_of_the_job_are_asked_without_a_proxy() -> None:
             {"judge": {"url": f"{url}/v1", **judge}},
         ]
         for settings, score_ in zip(chosen, (0.25, 1.0), strict=True):
-            (given,) = (term for _, term in RewardSettings.model_validate(settings).terms.values())
-            with RewardPool(given) as pool:
+            (term_settings,) = (term for _, term in RewardSettings.model_validate(settings).terms.values())
+            with RewardPool(term_settings) as pool:
                 assert pool.score([RewardRequest("p", "r", "r", None, {})]).scores.tolist() == [score_]
         config = load_config(BASE, [f"reward={json.dumps({'judge': {'url': f'{url}/v1', **judge}})}"])
         assert [finding.state for finding in judge_findings(config)] == ["fine"]
 
 
-def test_a_server_outside_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which an error names, without its password; a server of the run's own is reached directly wherever it is."""
-    Proxy.asked.clear()
+def test_external_servers_are_reached_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors name the proxy without its password. Servers of the run are reached directly at any address."""
+    Proxy.urls.clear()
     with serving(Proxy) as url:
         monkeypatch.setenv("http_proxy", url.replace("//", "//me:secret@"))
         monkeypatch.delenv("no_proxy", raising=False)
         outside = "http://judge.example.invalid/score"
-        assert score(outside, "r") == [0.25] and Proxy.asked == [outside]
+        assert score(outside, "r") == [0.25] and Proxy.urls == [outside]
         with pytest.raises(OSError, match=r"busy through the environment's proxy 127.0.0.1:\d+: HTTP 503"):
             post("http://judge.example.invalid/busy", {}, str, headers={}, deadline_seconds=60.0, most_tries=1)
-        with pytest.raises(OSError, match="not known"):  # no proxy was asked, which would have answered
+        with pytest.raises(OSError, match="not known"):  # the proxy would have answered
             http_client.fetch(urllib.request.Request(outside), timeout_seconds=2.0, own=True)
 
 
@@ -336,17 +337,19 @@ def test_a_server_outside_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyP
     ],
 )
 @pytest.mark.usefixtures("dead_proxy")
-def test_what_is_near(host: str, near: bool) -> None:
+def test_hosts_without_a_proxy(host: str, near: bool) -> None:
     for scheme in ("http", "https"):
         assert http_client.proxy_of(f"{scheme}://{host}:30000/v1") == (None if near else "127.0.0.1:9")
 
 
-@pytest.mark.parametrize(("held", "wanted"), [("", "localhost,127.0.0.1,::1,10.0.0.7"), ("*", "*"), ("a.b", "a.b,loc")])
-def test_an_agent_reaches_the_model_without_a_proxy(held: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", held)
+@pytest.mark.parametrize(
+    ("value", "prefix"), [("", "localhost,127.0.0.1,::1,10.0.0.7"), ("*", "*"), ("a.b", "a.b,loc")]
+)
+def test_agent_reaches_the_model_without_a_proxy(value: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", value)
     endpoint = AgentEndpoint("http://10.0.0.7:1/v1", "http://10.0.0.7:1", "k")
     assert endpoint.environment["no_proxy"] == endpoint.environment["NO_PROXY"]
-    assert endpoint.environment["no_proxy"].startswith(wanted)
+    assert endpoint.environment["no_proxy"].startswith(prefix)
     code = "import urllib.request; print(bool(urllib.request.proxy_bypass('10.0.0.7:1')))"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | endpoint.environment, capture_output=True)
     assert done.stdout == b"True\n"

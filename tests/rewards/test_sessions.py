@@ -1,4 +1,4 @@
-"""What a reward function starts ends with its worker, also where it has made a session of its own."""
+"""Processes that a reward function starts end with its worker, also in separate sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import os, subprocess, time
 SLEEP = ["sleep", "1000"]
 
 def leave(*, prompt, response, answer, metadata):
-    """Starts processes outside of its own session, tells their ids, and does what the response says."""
+    """Start processes in other sessions, write their ids, and perform the action of the response."""
     daemon = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >/dev/null & echo $!"])
     own = subprocess.Popen(SLEEP, start_new_session=True)
     forked = os.fork()
@@ -45,8 +45,8 @@ STARTED = 3
 
 
 @pytest.fixture(autouse=True)
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the function writes the ids of what it has started; what is left of them afterwards is ended."""
+def pid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the file for the ids of the started processes. Remaining processes are ended after the test."""
     (tmp_path / "leaves.py").write_text(USER_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "leaves", raising=False)
@@ -55,15 +55,15 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def alive(told: Path) -> list[int]:
-    found = []
-    for pid in map(int, told.read_text().split() if told.exists() else ()):
+def alive(pid_file: Path) -> list[int]:
+    pids = []
+    for pid in map(int, pid_file.read_text().split() if pid_file.exists() else ()):
         try:
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
+                pids.append(pid)
         except psutil.NoSuchProcess:
             pass
-    return found
+    return pids
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -77,43 +77,44 @@ def settings(timeout_seconds: float) -> RewardSettings:
     return RewardSettings(function="leaves:leave", timeout_seconds=timeout_seconds, max_failure_fraction=1.0)
 
 
-def request(response: str, told: Path) -> RewardRequest:
-    return RewardRequest("p", response, response, str(told), {})
+def request(response: str, pid_file: Path) -> RewardRequest:
+    return RewardRequest("p", response, response, str(pid_file), {})
 
 
 @pytest.mark.parametrize(
     ("response", "reason"),
     [("hang", "ran out of time"), ("exit", "ended its worker process"), ("group", "ended its worker process")],
 )
-def test_nothing_is_left_of_a_worker_that_is_replaced(response: str, reason: str, told: Path) -> None:
+def test_replaced_workers_leave_no_processes(response: str, reason: str, pid_file: Path) -> None:
     with RewardPool(settings(timeout_seconds=3.0)) as pool:
-        assert pool.score([request(response, told)]).failures == [(0, reason)]
-        assert len(told.read_text().split()) >= STARTED - 1  # the last may not have come to tell
-        assert alive(told) == []
+        assert pool.score([request(response, pid_file)]).failures == [(0, reason)]
+        assert len(pid_file.read_text().split()) >= STARTED - 1  # the last process may not have written its id
+        assert alive(pid_file) == []
 
 
-def test_what_a_function_starts_lives_as_long_as_its_worker(told: Path) -> None:
-    """It may be meant for the samples to come, such as a sandbox; nobody signals it, and its ended parts are reaped."""
+def test_started_processes_live_as_long_as_the_worker(pid_file: Path) -> None:
+    """Such a process may serve later samples, as a sandbox does. No process is signalled, and ended processes are
+    reaped."""
     with RewardPool(settings(timeout_seconds=60.0)) as pool:
-        pool.score([request("fine", told), request("fine", told)])
-        assert wait_until(lambda: len(alive(told)) == 2 * STARTED)
+        pool.score([request("fine", pid_file), request("fine", pid_file)])
+        assert wait_until(lambda: len(alive(pid_file)) == 2 * STARTED)
         [worker] = pool.workers
         below = psutil.Process(worker.supervisor.pid).children(recursive=True)
         assert [p for p in below if p.status() == psutil.STATUS_ZOMBIE and p.ppid() == worker.supervisor.pid] == []
-        os.kill(worker.supervisor.pid, signal.SIGSTOP)  # as a debugger does; closing does not wait for it
-    assert alive(told) == []
+        os.kill(worker.supervisor.pid, signal.SIGSTOP)  # as a debugger does, without effect on closing
+    assert alive(pid_file) == []
 
 
-def test_nothing_is_left_where_the_supervisor_was_killed(told: Path) -> None:
+def test_killed_supervisor_leaves_no_processes(pid_file: Path) -> None:
     with RewardPool(settings(timeout_seconds=60.0)) as pool:
-        pool.score([request("fine", told)])
-        assert wait_until(lambda: len(alive(told)) == STARTED)
+        pool.score([request("fine", pid_file)])
+        assert wait_until(lambda: len(alive(pid_file)) == STARTED)
         os.kill(pool.workers[0].supervisor.pid, signal.SIGKILL)
         assert wait_until(lambda: pool.workers[0].speaks)
-        first = set(alive(told))
-        assert pool.score([request("fine", told)]).failures == []
-        assert not first & set(alive(told))
-    assert alive(told) == []
+        first = set(alive(pid_file))
+        assert pool.score([request("fine", pid_file)]).failures == []
+        assert not first & set(alive(pid_file))
+    assert alive(pid_file) == []
 
 
 TRAINER = """
@@ -121,22 +122,22 @@ import os, sys, time
 from megappo.config.schema import RewardSettings
 from megappo.rewards.workers import RewardPool, RewardRequest
 pool = RewardPool(RewardSettings(function="leaves:leave", timeout_seconds=1000.0))
-if os.fork() == 0:  # as a checkpoint's writer does: it holds what the trainer holds
+if os.fork() == 0:  # as for a checkpoint: the fork shares the open files
     time.sleep(1000)
 pool.score([RewardRequest("p", "hang", "hang", sys.argv[1], {})])
 """
 
 
-def test_nothing_is_left_of_a_trainer_that_was_killed(told: Path) -> None:
+def test_killed_trainer_leaves_no_processes(pid_file: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(told)], env=environment)
-    assert wait_until(lambda: told.exists() and len(told.read_text().split()) == STARTED, seconds=60)
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(pid_file)], env=environment)
+    assert wait_until(lambda: pid_file.exists() and len(pid_file.read_text().split()) == STARTED, seconds=60)
     below = psutil.Process(trainer.pid).children(recursive=True)
     [fork] = [p for p in below if "rewards.worker_main" not in " ".join(p.cmdline()) and p.ppid() == trainer.pid]
     trainer.kill()
     trainer.wait()
     try:
-        assert wait_until(lambda: alive(told) == [])
+        assert wait_until(lambda: alive(pid_file) == [])
         _, left = psutil.wait_procs([p for p in below if p != fork], timeout=20)
         assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
     finally:

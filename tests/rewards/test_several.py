@@ -1,4 +1,4 @@
-"""Several rewards with weights, what a function may see of a sample, and rewards of a server over HTTP."""
+"""Several rewards with weights, the inputs of reward functions, and rewards of a server over HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def length(*, prompt, response, answer, metadata, token_ids, prompt_token_ids, t
     return len(token_ids) + 10 * len(prompt_token_ids) + 100 * truncated
 
 def told(*, prompts, responses, answers, metadata, conversations, truncated):
-    """How many messages there are, and whether the environment's is the one that it is."""
+    """Return the number of messages, and whether the environment has sent 17."""
     said = [[m["content"] for m in messages if m["role"] == "environment"] for messages in conversations]
     return [len(m) + 10 * (s == ["17"]) + 100 * t for m, s, t in zip(conversations, said, truncated, strict=True)]
 
@@ -50,7 +50,7 @@ def moody(*, prompt, response, answer, metadata):
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The functions, in a world of one process."""
+    """Write the module of functions, and start a process group of one process."""
     (tmp_path / "several_rewards.py").write_text(USER_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "several_rewards", raising=False)
@@ -59,11 +59,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def scored(settings: dict[str, Any], given: Rollouts) -> tuple[list[float], Totals]:
+def scored(settings: dict[str, Any], samples: Rollouts) -> tuple[list[float], Totals]:
     scorer = RewardScorer(RewardSettings.model_validate(settings), CPU)
     try:
-        scores_B, metrics = scorer.score(given)
-        assert scorer.score_local(given).tolist() == scores_B.tolist()
+        scores_B, metrics = scorer.score(samples)
+        assert scorer.score_local(samples).tolist() == scores_B.tolist()
     finally:
         scorer.close()
     return scores_B.tolist(), metrics
@@ -77,8 +77,8 @@ SEVERAL = {
 }
 
 
-def test_several_rewards_are_summed_and_shown() -> None:
-    """Where one of them fails, the sample has the score of a failure, once."""
+def test_several_rewards_are_summed_and_logged() -> None:
+    """If one of the functions fails, the sample has the failure score once."""
     scores, metrics = scored({"functions": SEVERAL, "failure_score": -9.0, "workers": 2}, rollouts("2", "3", "bad"))
     assert scores == [1 + 2 - 10.5 + 0.75, 0 + 2 - 11 + 0.75, -9.0]
     means = {"right": 1 / 3, "mood": (1 + 1 - 9) / 3, "short": (21 + 22 + 123) / 3, "talk": (3 + 3 + 103) / 3}
@@ -86,45 +86,46 @@ def test_several_rewards_are_summed_and_shown() -> None:
     assert metrics == {f"reward/{name}": pytest.approx(mean) for name, mean in means.items()} | failures
 
 
-def of_sources(given: Rollouts, *sources: str) -> Rollouts:
-    """Whose prompts are from these data sets."""
-    prompts = [replace(p, metadata={"data_source": s}) for p, s in zip(given.prompts, sources, strict=True)]
-    return replace(given, prompts=tuple(prompts))
+def of_sources(samples: Rollouts, *sources: str) -> Rollouts:
+    """Return the samples with prompts of these data sources."""
+    prompts = [replace(p, metadata={"data_source": s}) for p, s in zip(samples.prompts, sources, strict=True)]
+    return replace(samples, prompts=tuple(prompts))
 
 
-def test_the_data_source_chooses_among_functions() -> None:
-    """What a function is not for adds nothing, also where it would fail there; its mean is over its own samples."""
+def test_data_source_selects_the_functions() -> None:
+    """A function without the data source of a sample is not called, even if it would fail. The mean of a function is
+    over its own samples."""
     functions = {
         "sums": {"function": "exact", "weight": 3.0, "data_sources": ["sums"]},
         "mood": {"function": "several_rewards:moody", "data_sources": ["talk", "jokes"], "weight": 0.5},
         "long": {"function": "several_rewards:told", "batch": True, "weight": 0.1},
     }
-    given = of_sources(rollouts("2", "bad", "good", "3", "bad"), "sums", "sums", "jokes", "sums", "talk")
-    scores, metrics = scored({"functions": functions, "failure_score": -9.0}, given)
+    samples = of_sources(rollouts("2", "bad", "good", "3", "bad"), "sums", "sums", "jokes", "sums", "talk")
+    scores, metrics = scored({"functions": functions, "failure_score": -9.0}, samples)
     assert scores == pytest.approx([3 + 0.2, 0.2, 0.5 + 0.2, 0.2, -9.0])
     means = {"sums": 1 / 3, "mood": (1 - 9) / 2, "long": (4 * 2 + 102) / 5, "failures": 1 / 5, "timeouts": 0.0}
     assert metrics == {f"reward/{name}": pytest.approx(mean) for name, mean in means.items()}
 
 
-def test_a_function_for_no_sample_of_the_step_is_not_asked() -> None:
+def test_function_without_samples_is_not_called() -> None:
     functions = {"a": {"function": "exact", "data_sources": ["a"]}, "b": {"function": "exact", "data_sources": ["b"]}}
     scores, metrics = scored({"functions": functions}, of_sources(rollouts("2", "3"), "a", "a"))
     assert scores == [1.0, 0.0] and metrics["reward/a"] == 0.5 and "reward/b" not in metrics
 
 
 def test_metrics_of_two_rounds_include_all_samples() -> None:
-    """The mean of a function includes the samples of all rounds that the function graded."""
+    """The mean of a function includes all samples of all rounds that the function scored."""
     functions = {"a": {"function": "exact", "data_sources": ["a"]}, "b": {"function": "exact", "data_sources": ["b"]}}
     first, second = rollouts("2", "3", "3", "3"), rollouts("3", "3", "3", "2")
     parts = [
-        scored({"functions": functions}, of_sources(given, *sources))[1]
-        for given, sources in ((first, "abbb"), (second, "aaaa"), (second, "bbbb"))
+        scored({"functions": functions}, of_sources(samples, *sources))[1]
+        for samples, sources in ((first, "abbb"), (second, "aaaa"), (second, "bbbb"))
     ]
     expected = {"a": 2 / 5, "b": 1 / 7, "failures": 0.0, "timeouts": 0.0}
     assert Totals.combined(parts) == {f"reward/{name}": pytest.approx(mean) for name, mean in expected.items()}
 
 
-def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
+def test_prompts_without_function_are_refused_before_a_run() -> None:
     functions = {
         "sums": {"function": "gsm8k", "data_sources": ["sums"]},
         "talk": {"function": "several_rewards:moody", "data_sources": ["talk"]},
@@ -132,7 +133,9 @@ def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
     settings = RewardSettings.model_validate({"functions": functions})
     prompts = of_sources(rollouts("", "", ""), "sums", "talk", "sums").prompts
     check_prompts(settings, [replace(p, answer="#### 2") for p in prompts], "data")
-    with pytest.raises(ValueError, match=r"prompt 0 of 'data': .*'1/2'.*\(and so for 1 more prompts\)"):  # not talk's
+    with pytest.raises(
+        ValueError, match=r"prompt 0 of 'data': .*'1/2'.*\(and so for 1 more prompts\)"
+    ):  # only for sums
         check_prompts(settings, [replace(p, answer="1/2") for p in prompts], "data")
     others = [*of_sources(rollouts("", ""), "code", "talk").prompts, replace(prompts[0], metadata={})]
     sentence = (
@@ -143,17 +146,18 @@ def test_prompts_that_no_function_is_for_are_told_before_a_run() -> None:
         check_prompts(settings, others, "data")
 
 
-def test_a_reward_model_is_one_of_several(tmp_path: Path) -> None:
-    """Its scores are those that it gives alone in batches of the same size, and they are summed with the others'."""
+def test_reward_model_among_functions(tmp_path: Path) -> None:
+    """The model has the same scores as alone with batches of the same size. The scores are added to the scores of the
+    other functions."""
     torch.manual_seed(0)
     folder = save(tmp_path, LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1)))
-    given = of_sources(rollouts("2", "3", "2"), "sums", "talk", "talk")
+    samples = of_sources(rollouts("2", "3", "2"), "sums", "talk", "talk")
     alone, _ = scored({"function": "model", "model_path": folder}, of_sources(rollouts("3", "2"), "talk", "talk"))
     functions = {
         "right": {"function": "exact", "weight": 2.0},
         "liked": {"function": "model", "weight": 0.5, "data_sources": ["talk"]},
     }
-    scores, metrics = scored({"functions": functions, "model_path": folder}, given)
+    scores, metrics = scored({"functions": functions, "model_path": folder}, samples)
     assert scores == pytest.approx([2.0, 0.5 * alone[0], 2 + 0.5 * alone[1]], abs=1e-6)
     assert metrics["reward/liked"] == pytest.approx((alone[0] + alone[1]) / 2, abs=1e-6)
 
@@ -168,7 +172,9 @@ def test_a_reward_model_is_one_of_several(tmp_path: Path) -> None:
         ({"a": {"function": "exact", "data_sources": []}}, None, "data_sources"),
     ],
 )
-def test_what_cannot_stand_among_functions(functions: dict[str, Any], path: str | None, sentence: str) -> None:
+def test_invalid_combinations_of_functions_are_refused(
+    functions: dict[str, Any], path: str | None, sentence: str
+) -> None:
     with pytest.raises(ValidationError, match=sentence):
         RewardSettings.model_validate({"functions": functions, "model_path": path})
 
@@ -180,13 +186,13 @@ def test_what_cannot_stand_among_functions(functions: dict[str, Any], path: str 
         (("-3e38", "2"), (2.0, 1.0), [-9.0, 6.0]),
         (("1e30", "1e10"), (1e9, 0.0), [-9.0, pytest.approx(1e19, rel=1e-6)]),
         (("-1e30", "0"), (1e9, 1e9), [-9.0, 0.0]),
-        (("3e38", "5"), (2.0, -1.0), [pytest.approx(3e38, rel=1e-6), 5.0]),  # a sum within float32, of terms beyond it
+        (("3e38", "5"), (2.0, -1.0), [pytest.approx(3e38, rel=1e-6), 5.0]),  # only the sum is finite
     ],
 )
-def test_a_sum_beyond_float32_costs_its_own_sample(
+def test_sum_beyond_float32_costs_its_own_sample(
     responses: tuple[str, ...], weights: tuple[float, float], expected: list[float]
 ) -> None:
-    """Counted as every failure is, and never handed on as inf or NaN."""
+    """The sum counts as a failure. The score is never inf or NaN."""
     functions = {
         name: {"function": "several_rewards:size", "weight": weight}
         for name, weight in zip(("a", "b"), weights, strict=True)
@@ -195,38 +201,40 @@ def test_a_sum_beyond_float32_costs_its_own_sample(
     assert scores == expected and metrics["reward/failures"] == expected.count(-9.0) / 2
 
 
-def test_a_sum_beyond_float32_is_told_as_the_rewards_fault() -> None:
+def test_sum_beyond_float32_is_a_reward_error() -> None:
     functions = {name: {"function": "several_rewards:size", "weight": 1e9} for name in ("a", "b")}
     with pytest.raises(RewardError, match=r"the first: the weighted sum of reward.functions is inf, must be finite"):
         scored({"functions": functions}, rollouts("1e30", "1e30"))
 
 
-def test_what_the_environment_gave_counts_in_the_sum() -> None:
+def test_rewards_of_the_environment_count_in_the_sum() -> None:
     turns = torch.tensor([[3e38, 0.0], [1.0, 0.0]])
     episodes = Episodes((Episode(()), Episode(())), turns, ((), ()))
-    given = replace(rollouts("3e38", "2"), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
-    scores, metrics = scored({"function": "several_rewards:size", "failure_score": -9.0}, given)
+    samples = replace(rollouts("3e38", "2"), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
+    scores, metrics = scored({"function": "several_rewards:size", "failure_score": -9.0}, samples)
     assert scores == [-9.0, 2.0] and metrics["reward/failures"] == 0.5
-    assert given.total_rewards_B(torch.tensor(scores)).isfinite().all()
+    assert samples.total_rewards_B(torch.tensor(scores)).isfinite().all()
 
 
-@pytest.mark.parametrize("given", ["{'penalty': 1e39}", "{'penalty': .inf}", "{'penalty': 2e9}"])
-def test_a_penalty_keeps_rewards_within_float32(given: str) -> None:
+@pytest.mark.parametrize("section", ["{'penalty': 1e39}", "{'penalty': .inf}", "{'penalty': 2e9}"])
+def test_penalty_keeps_rewards_within_float32(section: str) -> None:
     with pytest.raises(ConfigError, match="reward.overlong.penalty"):
-        load_config(BASE, [f"reward.overlong={given.replace('}', ', buffer_tokens: 4}')}".replace("'", "")])
+        load_config(BASE, [f"reward.overlong={section.replace('}', ', buffer_tokens: 4}')}".replace("'", "")])
 
 
-def test_functions_see_the_whole_conversation() -> None:
-    said = (
+def test_functions_receive_the_whole_conversation() -> None:
+    messages = (
         {"by": "model", "text": "?", "reward": 0.0},
         {"by": "environment", "text": "17"},
         {"by": "model", "text": "!"},
     )
-    episodes = Episodes((Episode(()), Episode((), failure="hung")), torch.zeros(2, 2), (said, ()))
-    given = replace(rollouts("!", ""), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
+    episodes = Episodes((Episode(()), Episode((), failure="hung")), torch.zeros(2, 2), (messages, ()))
+    samples = replace(rollouts("!", ""), episodes=episodes, response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
     settings = {"functions": {"talk": SEVERAL["talk"]}, "failure_score": -1.0}
-    scores, metrics = scored(settings, given)
-    assert scores == [0.25 * (5 + 10), -1.0] and metrics["reward/talk"] == 15, "it was not called for the other"
+    scores, metrics = scored(settings, samples)
+    assert scores == [0.25 * (5 + 10), -1.0] and metrics["reward/talk"] == 15, (
+        "the function is not called for the failed episode"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,25 +246,26 @@ def test_functions_see_the_whole_conversation() -> None:
         ("reward={workers: 1}", "none of function, judge, functions is given"),
     ],
 )
-def test_rewards_that_cannot_be_meant(word: str, sentence: str) -> None:
+def test_invalid_reward_settings_are_refused(word: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load_config(BASE, [word])
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by what the response says; each response's first request fails where it begins with `again`."""
+    """A server whose answer is determined by the response. The first request of a response that begins with `again`
+    fails."""
 
     seen: ClassVar[list[str]] = []
     ended = threading.Event()
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        response, first = asked["response"], asked["response"] not in self.seen
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        response, first = body["response"], body["response"] not in self.seen
         self.seen.append(response)
         if response == "hang":
             self.ended.wait(20)
         code = 503 if response.startswith("again") and first else 403 if response == "refuse" else 200
-        content = {"nothing": {}, "text": {"score": "1"}}.get(response, {"score": len(asked["conversation"]) / 2})
+        content = {"nothing": {}, "text": {"score": "1"}}.get(response, {"score": len(body["conversation"]) / 2})
         self.send_response(code)
         self.end_headers()
         self.wfile.write(b"<html>" if response == "html" else json.dumps(content).encode())
@@ -273,15 +282,16 @@ def server() -> Iterator[str]:
         Handler.ended.set()
 
 
-def test_a_reward_server(server: str) -> None:
-    """What breaks is tried again until the deadline; what is refused is not; each costs its own sample."""
+def test_reward_server(server: str) -> None:
+    """Broken answers are retried until the deadline. Refused requests are not retried. Each failure costs its own
+    sample."""
     options = {"url": server, "deadline_seconds": 4.0, "concurrent": 8}
-    given = rollouts("fine", "again", "hang", "refuse", "nothing", "text", "html", "again too")
+    samples = rollouts("fine", "again", "hang", "refuse", "nothing", "text", "html", "again too")
     settings = {"function": "megappo.rewards.http:scores", "batch": True, "options": options, "failure_score": -1.0}
-    scores, metrics = scored({**settings, "max_failure_fraction": 1.0}, given)
+    scores, metrics = scored({**settings, "max_failure_fraction": 1.0}, samples)
     assert scores == [1.5, 1.5, -1, -1, -1, -1, -1, 1.5]
     assert metrics == {"reward/failures": 5 / 8, "reward/timeouts": 0.0}
-    # Twice in all, as the scores are asked for twice.
+    # Each sample is scored twice.
     assert {name: Handler.seen.count(name) for name in ("fine", "again", "refuse")} == {
         "fine": 2,
         "again": 3,
@@ -289,9 +299,9 @@ def test_a_reward_server(server: str) -> None:
     }
 
 
-def test_what_a_server_says_is_told(server: str) -> None:
-    for response, words in (("refuse", "HTTP 403 Forbidden"), ("hang", "timed out")):
-        with pytest.raises(OSError, match=words):
+def test_errors_of_a_server_are_reported(server: str) -> None:
+    for response, message in (("refuse", "HTTP 403 Forbidden"), ("hang", "timed out")):
+        with pytest.raises(OSError, match=message):
             post(
                 server,
                 {"response": response, "conversation": []},

@@ -1,4 +1,4 @@
-"""A frozen reward model in one process for all ranks: it scores as a copy on each does, and outlives what kills it."""
+"""A frozen reward model in one process for all ranks, with the same scores as a copy on each rank, and restarts."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from tests.support.rewards import LLAMA, rollouts, save, with_code
 
 pytestmark = pytest.mark.waits
 
-HERE = Runtime(0, 1, 0, torch.device("cpu"))
+RUNTIME = Runtime(0, 1, 0, torch.device("cpu"))
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of one process; no server is left."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which nothing of ours may ask
+    """Start a process group of one process. Check that no server remains."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the proxy must not be used
     monkeypatch.chdir(ROOT)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
@@ -58,12 +58,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def servers() -> list[psutil.Process]:
-    """Processes that hold a reward model for this one."""
+    """Return the processes that serve a reward model for this process."""
     return [p for p in psutil.Process().children(recursive=True) if "megappo.rewards.model_server" in p.cmdline()[1:3]]
 
 
 def judged(tmp_path: Path, server: dict[str, Any] | None, **changes: Any) -> Config:
-    """The quickstart with a reward model, by default one in a process of its own."""
+    """Return the quickstart with a reward model, in a separate process if `server` is not None."""
     folder = tmp_path / "model"
     if not folder.exists():
         torch.manual_seed(0)
@@ -73,10 +73,8 @@ def judged(tmp_path: Path, server: dict[str, Any] | None, **changes: Any) -> Con
 
 
 @pytest.mark.slow
-def test_every_way_to_a_reward_model_tells_its_template_one_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy, the run's own process, and one elsewhere, on another day than the run began."""
+def test_all_reward_models_use_the_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a copy, a process of the run, and an external server, on another day than the start of the run."""
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=1))
     save(tmp_path / "model", model, "{{ strftime_now('%d%m%Y%H') }}" + TEMPLATE)
@@ -85,16 +83,16 @@ def test_every_way_to_a_reward_model_tells_its_template_one_time(
         own = judged(tmp_path, {"threads": 1})
         config = own.model_copy(update={"data": own.data.model_copy(update={"template_time": time})})
         assert config.reward.model_server is not None
-        started = start_reward_servers(config, HERE)
-        scorer = RewardScorer(config.reward, HERE.device, started)
+        started = start_reward_servers(config, RUNTIME)
+        scorer = RewardScorer(config.reward, RUNTIME.device, started)
         try:
-            scores.append(RewardScorer(judged(tmp_path, None).reward, HERE.device, template_time=time))
+            scores.append(RewardScorer(judged(tmp_path, None).reward, RUNTIME.device, template_time=time))
             expected = scores[-1].score_local(samples)
             torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
             monkeypatch.delenv("http_proxy", raising=False)
             monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
             elsewhere = judged(tmp_path, None, model_remote={"url": started.places[SERVED].url, "key": "REWARD_KEY"})
-            remote = RewardScorer(elsewhere.reward, HERE.device, template_time=time)
+            remote = RewardScorer(elsewhere.reward, RUNTIME.device, template_time=time)
             torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         finally:
             scorer.close()
@@ -103,7 +101,7 @@ def test_every_way_to_a_reward_model_tells_its_template_one_time(
 
 
 def status_of(url: str, key: str, length: str) -> int:
-    """The status of an answer to a request that says it has so many bytes, and sends none."""
+    """Return the status for a request that announces `length` bytes and sends none."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         lines = ["POST /score HTTP/1.1", f"Authorization: Bearer {key}", f"Content-Length: {length}", "", ""]
@@ -112,18 +110,18 @@ def status_of(url: str, key: str, length: str) -> int:
 
 
 @pytest.mark.slow
-def test_scores_are_those_of_a_copy_also_after_it_has_died(
+def test_shared_scores_equal_a_copy_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of chats and of texts of any length, whatever else it computes at a time, also where a run elsewhere asks by
-    token ids; who has no key is told nothing."""
+    """Check chats and texts of any length, concurrent batches, and requests of another run with token ids. A client
+    without the key receives no information."""
     config = judged(tmp_path, {"threads": 1, "batch_tokens": 60})
     settings, folder = config.reward.model_server, config.reward.model_path
     assert settings is not None and folder is not None
     samples = rollouts(*("ab" * (7 * n % 25) + "c" for n in range(130)))
-    copy = RewardScorer(judged(tmp_path, None).reward, HERE.device)
-    started = start_reward_servers(config, HERE)
-    scorer = RewardScorer(config.reward, HERE.device, started)
+    copy = RewardScorer(judged(tmp_path, None).reward, RUNTIME.device)
+    started = start_reward_servers(config, RUNTIME)
+    scorer = RewardScorer(config.reward, RUNTIME.device, started)
     try:
         expected = copy.score_local(samples)
         assert len({round(score, 3) for score in expected.tolist()}) == 25
@@ -131,15 +129,15 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         (process,) = servers()
         shared = SharedRewardModel(started.places[SERVED], settings, started.check)
         texts, responses = [f"{n}+1=" for n in range(5)], ["a" * n for n in range(5)]
-        own = RewardModel(folder, dtype=torch.float32, device=HERE.device)
+        own = RewardModel(folder, dtype=torch.float32, device=RUNTIME.device)
         torch.testing.assert_close(shared.score(texts, responses), own.score(texts, responses), atol=1e-5, rtol=1e-5)
         assert shared.score([], []).shape == (0,)
         with pytest.raises(RunError, match="have no token in the reward model"):
             shared.score([""], [""])
-        monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
+        monkeypatch.delenv("http_proxy")  # an external server may be behind a proxy
         monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
         elsewhere = {"url": started.places[SERVED].url, "key": "REWARD_KEY"}
-        remote = RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, HERE.device)
+        remote = RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, RUNTIME.device)
         torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         read = RemoteRewardModel(folder, RemoteModelSettings.model_validate(elsewhere)).try_each(
             ["", "3+1="], ["", "4"]
@@ -148,7 +146,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         assert read[1] == pytest.approx(float(own.score(["3+1="], ["4"])), abs=1e-5)
         monkeypatch.setenv("REWARD_KEY", "guessed")
         with pytest.raises(RewardError, match=r"/classify: HTTP 401"):
-            RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, HERE.device).score_local(samples)
+            RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, RUNTIME.device).score_local(samples)
         stranger = Endpoint(0, started.places[SERVED].url, "guessed", 0)
         with pytest.raises(ServerFailure, match=r"refused /score \(401\)"):
             call(stranger, "/score", {"prompts": texts, "responses": responses}, timeout_seconds=5)
@@ -159,7 +157,7 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
 
         broken = Endpoint(0, started.places[SERVED].url, started.places[SERVED].key, 0)
         with pytest.raises(ServerFailure, match="cannot be reached for /score"):
-            call(broken, "/score", {"prompts": texts}, timeout_seconds=5)  # which it cannot compute
+            call(broken, "/score", {"prompts": texts}, timeout_seconds=5)  # the request has no responses
         torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         assert servers() != [process]
     finally:
@@ -167,14 +165,14 @@ def test_scores_are_those_of_a_copy_also_after_it_has_died(
         copy.close()
     log = tmp_path / "run" / "engines" / "reward-model.log"
     assert "missing 1 required positional argument: 'responses'" in log.read_text()
-    said = capsys.readouterr()
-    assert "reward model (http://127.0.0.1:" in said.err and "it is started again" in said.err
-    assert started.places[SERVED].key not in said.err + said.out + log.read_text()
+    output = capsys.readouterr()
+    assert "reward model (http://127.0.0.1:" in output.err and "it is started again" in output.err
+    assert started.places[SERVED].key not in output.err + output.out + log.read_text()
 
 
 @pytest.mark.slow
-def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> None:
-    """As a copy on every rank does."""
+def test_shared_model_without_a_score_costs_its_sample(tmp_path: Path) -> None:
+    """A copy on every rank has the same behavior."""
     config = judged(tmp_path, {"threads": 1}, failure_score=-7.0)
     settings, folder = config.reward.model_server, config.reward.model_path
     assert settings is not None and folder is not None
@@ -183,8 +181,8 @@ def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> 
         for letter, worth in (("x", math.nan), ("y", math.inf)):
             model.model.embed_tokens.weight[ALPHABET.index(letter)] = worth
     model.save_pretrained(folder)
-    started = start_reward_servers(config, HERE)
-    scorer, failures = RewardScorer(config.reward, HERE.device, started), dict[int, str]()
+    started = start_reward_servers(config, RUNTIME)
+    scorer, failures = RewardScorer(config.reward, RUNTIME.device, started), dict[int, str]()
     try:
         scores_B, metrics = scorer.score(rollouts("a", "x", "c", "cy"), failures)
     finally:
@@ -196,30 +194,28 @@ def test_a_shared_model_without_a_score_costs_its_own_sample(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("holder", ["own", "shared", "remote"])
-def test_code_in_a_folder_runs_only_where_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
-) -> None:
-    """In configuration, tokenizer and model, whoever holds it."""
+def test_remote_code_requires_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str) -> None:
+    """Check code in the configuration, the tokenizer and the model, for each way to run the model."""
     for variable in ("HF_MODULES_CACHE", "HF_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / "cache"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     plain = judged(tmp_path, None)
-    expected = RewardScorer(plain.reward, HERE.device).score_local(samples := rollouts("a", "bc"))
+    expected = RewardScorer(plain.reward, RUNTIME.device).score_local(samples := rollouts("a", "bc"))
     with_code(tmp_path / "model")
     server = {"threads": 1} if holder == "shared" else None
     remote = {"model_remote": {"url": "http://rewards:80"}} if holder == "remote" else {}
     config = judged(tmp_path, server, **remote)
     trusting = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": True})})
 
-    def started(given: Config) -> OwnServers | None:
-        settings = given.reward.model_server
-        return None if settings is None else start_reward_servers(given, HERE)
+    def started(configuration: Config) -> OwnServers | None:
+        settings = configuration.reward.model_server
+        return None if settings is None else start_reward_servers(configuration, RUNTIME)
 
     with pytest.raises(ValueError, match=r"cannot be loaded .*trust_remote_code"):
-        RewardScorer(config.reward, HERE.device, started(config))
+        RewardScorer(config.reward, RUNTIME.device, started(config))
     (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
     assert finding.state == "broken" and "trust_remote_code" in finding.remedy
-    scorer = RewardScorer(trusting.reward, HERE.device, started(trusting), trust_remote_code=True)
+    scorer = RewardScorer(trusting.reward, RUNTIME.device, started(trusting), trust_remote_code=True)
     try:
         if holder != "remote":
             torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
@@ -229,22 +225,22 @@ def test_code_in_a_folder_runs_only_where_it_is_trusted(
     assert finding.state == "fine"
     reward = f"reward={json.dumps(trusting.reward.model_dump(exclude_defaults=True))}"
     for trust, code in (("true", 0), ("false", 2)):
-        words = ["--dry-run", reward, f"model.trust_remote_code={trust}", f"run.directory={tmp_path / 'run'}"]
-        assert main(["train", "configs/quickstart.yaml", *words]) == code
+        overrides = ["--dry-run", reward, f"model.trust_remote_code={trust}", f"run.directory={tmp_path / 'run'}"]
+        assert main(["train", "configs/quickstart.yaml", *overrides]) == code
 
 
-def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked again where that may help; what is no score is told, and no number of it is taken."""
-    monkeypatch.delenv("http_proxy")  # a server elsewhere may be behind one
-    said = [(503, b"busy"), (200, b'{"embedding": [0.5], "meta_info": {}}'), (200, b'{"embedding": [0.5, 1.0]}')]
+def test_failing_external_server_costs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary failures are retried. An answer that is no valid score is reported, and its numbers are not used."""
+    monkeypatch.delenv("http_proxy")  # an external server may be behind a proxy
+    answers = [(503, b"busy"), (200, b'{"embedding": [0.5], "meta_info": {}}'), (200, b'{"embedding": [0.5, 1.0]}')]
     numbers = [b"NaN", b"-Infinity", b"1e39", b"1" + b"0" * 400]
-    said += [(200, b'{"embedding": [' + number + b"]}") for number in numbers]
-    said += [(400, b'{"error": "too long"}')]
+    answers += [(200, b'{"embedding": [' + number + b"]}") for number in numbers]
+    answers += [(400, b'{"error": "too long"}')]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"]
-            status, body = said.pop(0)
+            status, body = answers.pop(0)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -257,15 +253,15 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
     config = judged(tmp_path, None, model_remote={"url": f"http://127.0.0.1:{server.server_port}/", "concurrency": 1})
     settings, folder = config.reward.model_remote, config.reward.model_path
     assert settings is not None and folder is not None
-    found = RemoteRewardModel(folder, settings).try_each(["1+1="] * 7, ["2"] * 7)
+    results = RemoteRewardModel(folder, settings).try_each(["1+1="] * 7, ["2"] * 7)
     server.shutdown()
-    assert found[0] == 0.5 and not said
-    words = [*["must have one number as embedding"] * 5, "HTTP 400"]
-    assert all(word in str(score) for word, score in zip(words, found[1:], strict=True))
+    assert results[0] == 0.5 and not answers
+    messages = [*["must have one number as embedding"] * 5, "HTTP 400"]
+    assert all(message in str(score) for message, score in zip(messages, results[1:], strict=True))
 
 
 @pytest.mark.parametrize(
-    ("reward", "words"),
+    ("reward", "message"),
     [
         ({"function": "exact", "model_path": None}, "model_remote needs the tokenizer of model_path, which is"),
         ({"model_server": {}}, "model_server and model_remote are both given"),
@@ -273,21 +269,21 @@ def test_a_server_elsewhere_that_fails_costs_samples(tmp_path: Path, monkeypatch
         ({"model_remote": {"url": "http://rewards", "key": "my-key"}}, "key is not a name of an environment variable"),
     ],
 )
-def test_what_cannot_be_asked_elsewhere_is_refused(tmp_path: Path, reward: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_external_models_are_refused(tmp_path: Path, reward: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         judged(tmp_path, None, **{"model_remote": {"url": "http://rewards:80"}, **reward})
 
 
-def test_a_key_elsewhere_is_in_its_variable(tmp_path: Path) -> None:
+def test_key_of_an_external_model_is_in_its_variable(tmp_path: Path) -> None:
     config = judged(tmp_path, None, model_remote={"url": "http://rewards:80", "key": "NO_SUCH_KEY"})
     with pytest.raises(ValueError, match="reward model's key is to be in the environment variable NO_SUCH_KEY"):
-        RewardScorer(config.reward, HERE.device)
+        RewardScorer(config.reward, RUNTIME.device)
     (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
     assert "which the server at http://rewards:80 has loaded" in finding.words
 
 
-def test_one_that_is_not_there_is_waited_for_and_given_up(tmp_path: Path) -> None:
-    """As long as it may take to start and to answer, or until its keeper has given it up."""
+def test_absent_server_is_awaited_until_the_timeout(tmp_path: Path) -> None:
+    """The wait ends after the timeouts of start and answer, or when the supervisor has given up the server."""
     config = judged(tmp_path, {"start_timeout_seconds": 0.5, "timeout_seconds": 0.5})
     settings, reasons = config.reward.model_server, list[str]()
     assert settings is not None
@@ -304,35 +300,36 @@ def test_one_that_is_not_there_is_waited_for_and_given_up(tmp_path: Path) -> Non
         absent.score(["a"], ["b"])
 
 
-def test_what_cannot_be_loaded_is_one_sentence(
+def test_loading_errors_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once where the folder's configuration tells, or else as the end of the process's log."""
+    """The error is immediate if the configuration of the folder shows the mistake, or else the end of the log of the
+    process."""
     config = judged(tmp_path, {})
     assert config.reward.model_server is not None
-    told = json.loads((tmp_path / "model" / "config.json").read_text())
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
     labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(told | labels))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content | labels))
     with pytest.raises(ValueError, match=r"has 3 labels, must have 1"):
-        start_reward_servers(config, HERE)
+        start_reward_servers(config, RUNTIME)
     (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
     assert finding.state == "broken" and "has 3 labels, must have 1" in finding.words
-    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"garbage")
-    reward_parameters.cache_clear()  # which has read the file as it was
+    reward_parameters.cache_clear()  # the cache has the previous content of the file
     with pytest.raises(
         ConfigError, match=r"model.safetensors of a reward model is not a complete safetensors file .*; "
     ):
         make_plan(config, read_models(config, None).models, MACHINES["cpu"], 2)
-    given = {"model-path": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "batch-tokens": 9}
-    (tmp_path / "given.json").write_text(json.dumps(given))
+    arguments = {"model-path": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "batch-tokens": 9}
+    (tmp_path / "given.json").write_text(json.dumps(arguments))
     monkeypatch.setattr("sys.argv", ["model_server", "--config", str(tmp_path / "given.json")])
     assert model_server.main() == 1
     assert "cannot be loaded" in capsys.readouterr().err
 
 
-def test_the_plan_the_doctor_and_a_dry_run_know_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a GPU of its own one copy, on a CPU a part of what every rank has."""
+def test_plan_doctor_and_dry_run_include_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A separate GPU has one copy. On a CPU, every rank has a share of the copy."""
     config, models = judged(tmp_path, {}), read_models(judged(tmp_path, {}), None).models
     weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     on_gpus = make_plan(config, models, MACHINES["h100"], 2)
@@ -355,6 +352,6 @@ def test_the_plan_the_doctor_and_a_dry_run_know_of_it(tmp_path: Path, capsys: py
     assert "weights, which one process on machine 0 for all ranks loads" in " ".join(capsys.readouterr().out.split())
 
 
-def test_without_a_model_there_is_no_server_for_it() -> None:
+def test_model_server_needs_a_model() -> None:
     with pytest.raises(ConfigError, match="model_server needs the model of model_path, which is null"):
         load_config("configs/quickstart.yaml", ["reward.model_server={}"])

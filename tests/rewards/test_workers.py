@@ -1,4 +1,5 @@
-"""Reward functions that hang, die, raise or return nonsense cost their own sample, and leave no process behind."""
+"""Reward functions that hang, die, raise or return invalid values cost only their own sample, and leave no
+processes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ import json, os, pickle, struct, subprocess, sys, time
 LEAKED = []
 
 class Odd:
-    """Raises whatever it is told to where anybody looks at it."""
+    """An object whose use raises the error for `word`."""
     def __init__(self, word): object.__setattr__(self, "word", word)
     def __getattribute__(self, name):
         word = object.__getattribute__(self, "word")
@@ -52,14 +53,14 @@ class Odd:
     def __repr__(self): raise Mute
 
 class Mute(Exception):
-    def __str__(self): raise ValueError("I say nothing")
+    def __str__(self): raise ValueError("no text")
     __repr__ = __str__
 
 class Nameless:
     def __repr__(self): raise Mute
 
 def obey(*, prompt, response, answer, metadata):
-    """The response says what happens."""
+    """Perform the action of the response."""
     match response:
         case "hang": time.sleep(1000)
         case "exit": os._exit(3)
@@ -101,7 +102,7 @@ def obey(*, prompt, response, answer, metadata):
     return 1.0
 
 def framed(message):
-    """As multiprocessing's connections send it."""
+    """Return the format of connections of multiprocessing."""
     return struct.pack("!i", len(message)) + message
 
 def write_everywhere(message):
@@ -154,7 +155,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
-    assert not left, f"left behind: {left}"
+    assert not left, f"remaining processes: {left}"
 
 
 def settings(**changes: Any) -> RewardSettings:
@@ -187,83 +188,83 @@ def requests(*responses: str) -> list[RewardRequest]:
         *((f"odd {word}", f"returned no valid number: {error}") for word, error in ODD.items()),
     ],
 )
-def test_a_failure_costs_its_own_sample(response: str, reason: str) -> None:
+def test_failure_costs_its_own_sample(response: str, reason: str) -> None:
     with RewardPool(settings()) as pool:
         result = pool.score(requests("fine", "metadata", response, "fine", "metadata"))
         assert result.scores.tolist() == [1.0, 1.0, -1.0, 1.0, 4.0]
         assert result.scores.dtype == torch.float32
-        [(index, said)] = result.failures
-        assert index == 2 and reason in said
-        assert result.timeouts == (said == "ran out of time")
+        [(index, message)] = result.failures
+        assert index == 2 and reason in message
+        assert result.timeouts == (message == "ran out of time")
         assert pool.score(requests("fine")).scores.tolist() == [1.0]
 
 
 @pytest.mark.waits
 def test_workers_of_built_in_rules_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read what a model wrote; functions of the user's own get all variables."""
+    """Built-in rules read text of a model. Custom functions receive all variables."""
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     for function, expected in (("exact", None), ("megappo.rewards.arithmetic:answer_then_end", "s3cret")):
         with RewardPool(RewardSettings(function=function)) as pool:
-            found = psutil.Process(pool.workers[0].supervisor.pid).environ()
-        assert found.get("WANDB_API_KEY") == expected and "PATH" in found
+            variables = psutil.Process(pool.workers[0].supervisor.pid).environ()
+        assert variables.get("WANDB_API_KEY") == expected and "PATH" in variables
 
 
 WROTE = "wrote into file descriptors that are not its own"
 
 
 @pytest.mark.parametrize("response", ["noise", "frame", "frame of nothing", "frame without end", "score", "much"])
-def test_what_a_function_writes_into_file_descriptors_is_no_answer(response: str) -> None:
-    """Neither as a score of its own or another sample, nor as an error of the trainer, nor as a wait."""
+def test_data_in_file_descriptors_is_no_score(response: str) -> None:
+    """Such data is not a score of any sample, is not an error of the trainer, and does not block."""
     with RewardPool(settings(timeout_seconds=60.0)) as pool:
         started = time.monotonic()
         result = pool.score(requests("fine", "metadata", response, "fine", "metadata"))
         assert result.scores.tolist() == [1.0, 1.0, -1.0, 1.0, 4.0]
         assert result.failures == [(2, WROTE)]
-        assert time.monotonic() - started < 9  # a frame that promises two gigabytes is not waited for
+        assert time.monotonic() - started < 9  # a frame that announces two gigabytes is not awaited
 
 
-def test_every_worker_is_told_to_end_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+def test_all_workers_are_closed_before_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed_channels: list[int] = []
     with RewardPool(settings(workers=3)) as pool:
         workers, wait = list(pool.workers), subprocess.Popen.wait
 
         def count_and_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-            told.append(sum(worker.channel.answers.fileno() < 0 for worker in workers))
+            closed_channels.append(sum(worker.channel.answers.fileno() < 0 for worker in workers))
             return wait(process, timeout)
 
         monkeypatch.setattr(subprocess.Popen, "wait", count_and_wait)
-    assert told == [3, 3, 3]
+    assert closed_channels == [3, 3, 3]
     assert all(worker.supervisor.returncode == 0 for worker in workers)
 
 
 @pytest.mark.parametrize(("function", "batch"), [("obey", False), ("lengths", True)])
-def test_a_failure_names_the_line_that_raised(tmp_path: Path, function: str, batch: bool) -> None:
+def test_failure_names_the_raising_line(tmp_path: Path, function: str, batch: bool) -> None:
     lines = (tmp_path / "user_rewards.py").read_text().splitlines()
     line = next(n for n, text in enumerate(lines, 1) if "raise KeyError" in text and ("if" in text) == batch)
     with RewardPool(settings(function=f"user_rewards:{function}", batch=batch)) as pool:
-        reasons = {said for _, said in pool.score(requests("raise")).failures}
+        reasons = {message for _, message in pool.score(requests("raise")).failures}
     assert reasons == {f"KeyError: 'k' ({tmp_path / 'user_rewards.py'}:{line})"}
 
 
-def test_one_number_for_a_whole_batch_fails_with_the_remedy() -> None:
+def test_one_number_for_a_batch_fails_with_the_remedy() -> None:
     with RewardPool(settings(function="user_rewards:one_number", batch=True)) as pool:
         reason = dict(pool.score(requests("a", "b")).failures)[1]
     assert reason == "returned 1.0, must be a list of numbers; set reward.batch: false for a function of one sample"
 
 
-def test_one_number_of_a_batch_that_is_none_costs_its_own_sample() -> None:
+def test_invalid_number_of_a_batch_costs_its_own_sample() -> None:
     with RewardPool(settings(function="user_rewards:lengths", batch=True)) as pool:
         result = pool.score(requests("a", "digits", "abc"))
     assert result.scores.tolist() == [1.0, -1.0, 3.0]
     assert result.failures == [(1, "returned inf, must be finite and within float32")]
 
 
-def test_numbers_of_a_batch_that_raise_cost_their_own_samples() -> None:
-    """And not their worker."""
-    said = ["fine", "nameless", *(f"odd {word}" for word in ODD), "fine"]
+def test_raising_numbers_of_a_batch_cost_their_samples() -> None:
+    """The worker continues."""
+    responses = ["fine", "nameless", *(f"odd {word}" for word in ODD), "fine"]
     with RewardPool(settings(function="user_rewards:lengths", batch=True)) as pool:
         pids = [worker.pid for worker in pool.workers]
-        result = pool.score(requests(*said))
+        result = pool.score(requests(*responses))
         assert result.scores.tolist() == [4.0, *[-1.0] * (1 + len(ODD)), 4.0]
         assert [worker.pid for worker in pool.workers] == pids
 
@@ -279,15 +280,15 @@ def test_many_failures_on_several_workers() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_too_many_failures_are_counted_with_all_that_failed() -> None:
+def test_all_failures_are_counted_if_too_many() -> None:
     with RewardPool(settings(max_failure_fraction=0.1)) as pool:
         with pytest.raises(RewardError, match=r"^4 of 5 rewards failed, more than .* 0.1; fix the reward or its data"):
             pool.score(requests(*["raise"] * 4, "fine"))
         assert pool.score(requests("fine")).scores.tolist() == [1.0]
 
 
-def test_a_hanging_reward_ends_the_run_at_the_limit() -> None:
-    """With all samples it would take 20 seconds; no sample behind the limit is waited for."""
+def test_hanging_reward_ends_the_run_at_the_limit() -> None:
+    """All samples would take 20 seconds. No sample after the limit is awaited."""
     lines = list[str]()
 
     def look(failures: int) -> bool:
@@ -309,19 +310,19 @@ def test_a_hanging_reward_ends_the_run_at_the_limit() -> None:
     assert "4 of 40 scores of this rank, 3 timed out (reward.timeout_seconds is 0.5)" in lines[-1]
 
 
-def test_the_limit_counts_the_failures_of_all_ranks() -> None:
+def test_limit_counts_the_failures_of_all_ranks() -> None:
     notices = [Notices(store) for store in [dist.HashStore()] * 2]
     first = FailureLimit(notices[0], 1, 10, 0.5, ranks=2).of("f")
-    assert not first(8), "more than half of the samples that are known, and rank 1 has not begun"
+    assert not first(8), "8 of 10 known samples, before rank 1 has begun"
     second = FailureLimit(notices[1], 1, 10, 0.5, ranks=2).of("f")
     assert not second(2), "10 of 20"
     assert second(3)
-    time.sleep(1.1)  # a rank without a new failure looks once a second
+    time.sleep(1.1)  # a rank without a new failure checks once per second
     assert first(8)
     assert not FailureLimit(notices[0], 2, 10, 0.5, ranks=1).of("f")(1), "the next call begins at 0"
 
 
-def test_a_worker_killed_between_calls_is_replaced() -> None:
+def test_worker_killed_between_calls_is_replaced() -> None:
     with RewardPool(settings()) as pool:
         pid = int(pool.score(requests("pid")).scores[0])
         os.kill(pid, signal.SIGKILL)
@@ -331,7 +332,7 @@ def test_a_worker_killed_between_calls_is_replaced() -> None:
 
 
 def test_signals_to_the_whole_job_cost_no_sample() -> None:
-    """A scheduler sends them to every process; the parent decides when to stop, and children can be stopped."""
+    """A scheduler sends signals to every process. The parent decides when to stop, and can stop its children."""
     with RewardPool(settings(timeout_seconds=5)) as pool:
         pid = int(pool.score(requests("pid")).scores[0])
         supervisor = psutil.Process(pid).ppid()
@@ -342,23 +343,23 @@ def test_signals_to_the_whole_job_cost_no_sample() -> None:
         assert (result.scores.tolist(), result.failures) == ([float(pid), -15.0], [])
 
 
-def test_a_worker_that_leaks_is_replaced() -> None:
+def test_leaking_worker_is_replaced() -> None:
     with RewardPool(settings(worker_memory_gigabytes=0.5, timeout_seconds=5)) as pool:
         pids = [int(pool.score(requests("leak")).scores[0]) for _ in range(6)]
         result = pool.score(requests("fine", "metadata"))
     assert result.failures == [] and result.scores.tolist() == [1.0, 1.0]
     assert len(set(pids)) >= 2
-    assert max(pids.count(pid) for pid in pids) <= 3  # after two or three of them 0.5 GB are passed
+    assert max(pids.count(pid) for pid in pids) <= 3  # two or three calls exceed 0.5 GB
 
 
-def test_a_function_that_is_too_large_is_refused() -> None:
-    """Its workers would be started again after their first samples, without an end."""
+def test_too_large_function_is_refused() -> None:
+    """Otherwise its workers would be restarted after every first sample."""
     sentence = r"uses 0.0\d+ GB after the import of reward.function '.*', above reward.worker_memory_gigabytes 0.01; "
     with pytest.raises(ValueError, match=sentence):
         RewardPool(settings(worker_memory_gigabytes=0.01))
 
 
-def test_a_call_that_takes_the_memory_costs_its_own_sample_at_once() -> None:
+def test_exhausted_memory_costs_only_one_sample() -> None:
     with RewardPool(settings(worker_memory_gigabytes=0.3, timeout_seconds=30)) as pool:
         start = time.monotonic()
         result = pool.score(requests("fine", "grow", "fine"))
@@ -366,22 +367,22 @@ def test_a_call_that_takes_the_memory_costs_its_own_sample_at_once() -> None:
         assert result.failures == [(1, "used more than twice reward.worker_memory_gigabytes")] and not result.timeouts
 
 
-def test_a_stopped_worker_is_replaced() -> None:
+def test_stopped_worker_is_replaced() -> None:
     with RewardPool(settings()) as pool:
         os.kill(int(pool.score(requests("pid")).scores[0]), signal.SIGSTOP)
         result = pool.score(requests("fine", "fine"))
         assert (result.scores.tolist(), result.timeouts) == ([-1.0, 1.0], 1)
 
 
-def test_a_function_that_forks_answers_once() -> None:
-    """The child's answer would be taken for the next sample's."""
+def test_forking_function_answers_once() -> None:
+    """A score of the child would be read as the score of the next sample."""
     with RewardPool(settings()) as pool:
         for _ in range(5):
             result = pool.score(requests("fork", "metadata", "fork", "metadata"))
             assert (result.scores.tolist(), result.failures) == ([2.0, 1.0, 2.0, 3.0], [])
 
 
-def test_prints_stay_out_of_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+def test_prints_are_not_in_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     with RewardPool(settings()) as pool:
         pool.score(requests("print"))
     assert "noise" not in capfd.readouterr().out
@@ -409,7 +410,7 @@ class Unpicklable:
         raise self.error
 
 
-def test_metadata_that_cannot_be_sent() -> None:
+def test_unpicklable_metadata_is_refused() -> None:
     with RewardPool(settings()) as pool:
         for value, reason in [
             (lambda: 0, ""),
@@ -434,14 +435,17 @@ def test_batch_function() -> None:
         ]:
             result = pool.score(requests("a", response))
             assert result.scores.tolist() == [-1.0, -1.0]
-            assert [(index, said.split(" (/")[0]) for index, said in result.failures] == [(0, reason), (1, reason)]
+            assert [(index, message.split(" (/")[0]) for index, message in result.failures] == [
+                (0, reason),
+                (1, reason),
+            ]
 
 
 @pytest.mark.parametrize(
     ("function", "batch", "expected"),
     [("raw", False, [5, 0]), ("raw_batch", True, [5, 0]), ("anything", False, [4, 4])],
 )
-def test_functions_that_ask_for_it_see_special_tokens(function: str, batch: bool, expected: list[float]) -> None:
+def test_functions_can_receive_special_tokens(function: str, batch: bool, expected: list[float]) -> None:
     seen = [RewardRequest("p", "3", raw, "a", {}) for raw in ("3<eos>", "3")]
     with RewardPool(settings(function=f"user_rewards:{function}", batch=batch)) as pool:
         assert pool.score(seen).scores.tolist() == expected
@@ -455,7 +459,7 @@ def test_functions_that_ask_for_it_see_special_tokens(function: str, batch: bool
         ({"function": "user_rewards:lengths", "batch": True, "workers": 2}, ValueError, "set workers: 1"),
     ],
 )
-def test_pool_that_cannot_start(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
+def test_failing_start_of_a_pool(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         RewardPool(settings(**changes))
 
@@ -532,10 +536,10 @@ def test_scorer_checks_first() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_channel_that_nobody_closed_closes_each_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time it may be somebody else's: a connection to another rank, for one."""
+def test_unclosed_channel_closes_each_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second close could close a new descriptor with the same number, such as a connection to another rank."""
     ignored: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    PoolEnd()  # as where an error ends a run before its pool
+    PoolEnd()  # as for an error that ends a run before its pool
     gc.collect()
     assert not ignored
