@@ -333,8 +333,8 @@ def test_first_failed_reward_is_reported(tmp_path: Path) -> None:
     code = Path(troubled.__file__).read_text().splitlines()
     line = next(n for n, text in enumerate(code, 1) if "cannot read" in text)
     at = f"({troubled.__file__}:{line})"
-    message = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
-    assert len(message) == 2 and all(at in text for text in message)
+    failures = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
+    assert len(failures) == 2 and all(at in failure for failure in failures)
     assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
     assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4
     assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>; use the model's own tokenizer" in output

@@ -427,13 +427,7 @@ def test_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
     for answers in (True, False):
         run = tmp_path / str(answers)
         arguments = f"rollout.environment.arguments={{strict: true, answers: {str(answers).lower()}}}"
-        arguments = [
-            "train",
-            "tests/examples/lookup.yaml",
-            f"run.directory={run}",
-            f"rollout.engine={engine}",
-            arguments,
-        ]
+        command = ["train", "tests/examples/lookup.yaml", f"run.directory={run}", f"rollout.engine={engine}", arguments]
         command += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
         done = megappo(*command, processes=2, timeout=1700)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
