@@ -1,4 +1,5 @@
-"""Lets Triton kernels run on a CPU, leaves out what takes minutes, and has tests that wait marked so; see README.md."""
+"""Run Triton kernels on a CPU, select tests by options, and require the mark `waits` for tests that wait; see
+README.md."""
 
 import inspect
 import os
@@ -10,30 +11,30 @@ import pytest
 from tests.support import waiting
 
 warnings.filterwarnings("ignore", module="megatron")
-# Triton decides at import whether kernels run on a GPU or in its interpreter; tests have the latter.
+# Triton selects the GPU or its interpreter at import. Tests use the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 waiting.listen()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="only what is quick; see README.md")
-    parser.addoption("--all", action="store_true", help="also what is exhaustive; see README.md")
-    parser.addoption("--light", action="store_true", help="only what depends on versions; see README.md")
-    parser.addoption("--learning", action="store_true", help="also runs that learn for minutes; see README.md")
-    parser.addoption("--smollm2", metavar="FOLDER", help="SmolLM2-135M-Instruct, for what --learning has it learn")
-    parser.addoption("--strength", type=int, default=2, help="of runs/test_conformance.py: features that meet")
+    parser.addoption("--quick", action="store_true", help="run only quick tests; see README.md")
+    parser.addoption("--all", action="store_true", help="also run exhaustive tests; see README.md")
+    parser.addoption("--light", action="store_true", help="run only tests that depend on versions; see README.md")
+    parser.addoption("--learning", action="store_true", help="also run trainings of several minutes; see README.md")
+    parser.addoption("--smollm2", metavar="FOLDER", help="path of SmolLM2-135M-Instruct, which --learning trains")
+    parser.addoption("--strength", type=int, default=2, help="number of combined features, for test_conformance.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked `learning` or `exhaustive` is asked for. What is marked `slow` is not quick, but for those of its
-    cases that are marked `quick`; where some cases of a test are marked so, its others are not quick either. `--light`
-    chooses what is marked `versions`."""
+    """Deselect tests with the mark `learning` or `exhaustive` unless an option requests them. `--quick` also
+    deselects tests with the mark `slow`, except cases with the mark `quick`. If some cases of a test have the mark
+    `quick`, its other cases are deselected as well. `--light` selects tests with the mark `versions`."""
     unwanted = {
         mark for mark, option in (("learning", "learning"), ("exhaustive", "all")) if not config.getoption(option)
     }
     marked = {function_of(item) for item in items if item.get_closest_marker("quick")}
 
-    def is_wanted(item: pytest.Item) -> bool:
+    def is_selected(item: pytest.Item) -> bool:
         if any(item.get_closest_marker(mark) for mark in unwanted):
             return False
         if not (config.getoption("quick") or config.getoption("light")):
@@ -43,29 +44,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return bool(chosen and item.get_closest_marker("versions"))
         return bool(item.get_closest_marker("quick") or (chosen and not item.get_closest_marker("slow")))
 
-    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
-    items[:] = filter(is_wanted, items)
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = filter(is_selected, items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """What fixtures wait for is the test's."""
-    waiting.HEARD.clear()
+    """Ignore the waits of fixtures."""
+    waiting.WAITS.clear()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that waits is marked so, as it may be run once more."""
-    found = yield
-    if waiting.HEARD and not item.get_closest_marker("waits"):
-        pytest.fail(f"waits ({', '.join(sorted(set(waiting.HEARD)))}) without the marker: add @pytest.mark.waits")
-    return found
+    """Require the mark `waits` for a test that waits. Such a test may be repeated."""
+    result = yield
+    if waiting.WAITS and not item.get_closest_marker("waits"):
+        pytest.fail(f"waits ({', '.join(sorted(set(waiting.WAITS)))}) without the marker: add @pytest.mark.waits")
+    return result
 
 
 @pytest.fixture(scope="module")
 def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Process groups with one rank in them."""
+    """Initialise process groups with one rank."""
     import torch.distributed as dist
 
     meeting = tmp_path_factory.mktemp("world") / "meeting"
@@ -76,8 +77,8 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def torchs_factories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of torch that make tensors for CUDA where they are asked to, in tests that play it, as if Megatron were
-    not imported."""
+    """Restore the functions of torch that create tensors, as if Megatron were not imported, for tests that simulate
+    CUDA."""
     import torch
 
     from megappo.runtime.megatron_cpu import FACTORIES
@@ -87,5 +88,5 @@ def torchs_factories(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def function_of(item: pytest.Item) -> str:
-    """What the cases of a test have in common."""
+    """Return the node id of a test without its parameters."""
     return item.nodeid.partition("[")[0]

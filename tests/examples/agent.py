@@ -1,4 +1,4 @@
-"""An agent written with OpenAI's SDK, which knows nothing of training, and an episode of it (see agent.yaml)."""
+"""An agent with the OpenAI SDK, which is independent of training, and an episode of this agent (see agent.yaml)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from megappo.environments.gateway.server import AgentEndpoint
 from megappo.types import Prompt
 
 
-async def ask_twice(client: Any, question: str) -> list[str]:
-    """The agent: it asks, and asks again with what it was told."""
+async def send_two_questions(client: Any, question: str) -> list[str]:
+    """Send a question and a follow-up question with the first answer, and return both answers."""
     messages: list[Any] = [{"role": "user", "content": question}]
     while len(messages) < 4:
         answer = await client.chat.completions.create(model="any", messages=messages)
@@ -18,17 +18,19 @@ async def ask_twice(client: Any, question: str) -> list[str]:
 
 
 async def play(endpoint: AgentEndpoint, prompt: Prompt) -> float:
-    """One episode: its reward is how many of the two answers begin with the number that was asked for, and one more."""
+    """Run an episode. The reward is the share of answers that begin with the right number, which is one higher in the
+    second answer."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-        first, second = await ask_twice(client, prompt.text)
+        first, second = await send_two_questions(client, prompt.text)
     number = int(prompt.answer or 0)
     return (first.startswith(str(number)) + second.startswith(str(number + 1))) / 2
 
 
 def write_chat(source: str, folder: str) -> None:
-    """The tokenizer of a folder with a chat template in which a turn is its text and the end of a sequence."""
+    """Write the tokenizer of a folder with a chat template. A turn is its text, and turns of the model end with the
+    end token."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -1,4 +1,4 @@
-"""CISPO as a policy loss of your own (MiniMax 2025, "MiniMax-M1", eq. 4).
+"""CISPO as a custom policy loss (MiniMax 2025, "MiniMax-M1", eq. 4).
 
 algorithm:
   policy_loss: tests.examples.cispo:cispo
@@ -14,9 +14,10 @@ from torch import Tensor
 def cispo(
     *, logprob: Tensor, log_ratio: Tensor, advantages: Tensor, high: float = 0.28
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Every token keeps its slope: the ratio is a weight, bounded above and not differentiated.
+    """Compute a loss in which every token keeps its gradient. The ratio is a weight with an upper bound and without
+    gradient.
 
-    All tensors are (N,), one number for each token that counts.
+    All tensors are (N,), one number per token in the loss.
     """
     ratio = log_ratio.detach().exp()
     loss = -ratio.clamp(max=1 + high) * advantages * logprob

@@ -1,4 +1,4 @@
-"""Dr. GRPO's advantages as an estimator of your own (Liu et al. 2025, "Understanding R1-Zero-Like Training").
+"""Advantages of Dr. GRPO as a custom estimator (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
 algorithm:
   estimator: tests.examples.dr_grpo:dr_grpo
@@ -15,7 +15,7 @@ from megappo.algo.groups import Groups, spread
 
 @unwhitened
 def dr_grpo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scores (B,) minus the mean of their prompt, not divided by its spread, at every token (B, T). Deviations
-    within the rounding error are 0."""
+    """Return the scores (B,) minus the mean of their prompt, without division by the spread, at every token (B, T).
+    Deviations within the rounding error are 0."""
     deviations_B = Groups.of(rewards.masked_fill(~mask, 0.0), group_ids).deviations_B
     return spread((scale * deviations_B).to(rewards.dtype), mask)

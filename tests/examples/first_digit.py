@@ -1,6 +1,7 @@
-"""The reward of the worked run of megappo/guides/gae.md: whether an answer begins with a digit."""
+"""The reward of the example run in megappo/guides/gae.md, which checks the first character of an answer."""
 
 
 def digit(response: str) -> float:
-    """1 where it does, which the critic knows once it has seen the first token."""
+    """Return 1 if the response begins with a digit, otherwise 0. The critic can predict the reward after the first
+    token."""
     return float(response[:1].isdigit())

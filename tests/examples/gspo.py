@@ -1,4 +1,4 @@
-"""GSPO as a policy loss of your own (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5 and 7).
+"""GSPO as a custom policy loss (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5 and 7).
 
 algorithm:
   policy_loss: tests.examples.gspo:gspo
@@ -22,9 +22,10 @@ def gspo(
     low: float = 3e-4,
     high: float = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO-clip of the geometric mean of a sequence's ratios; `sequence_mean` says that slopes wait for whole sequences.
+    """Compute PPO-clip with the geometric mean of the ratios of a sequence. The parameter `sequence_mean` marks a
+    loss whose gradients need whole sequences.
 
-    All tensors are (N,), one number for each token that counts; the ratio of a sequence stands at each of its tokens.
+    All tensors are (N,), one number per token in the loss. Each token has the ratio of its sequence.
     """
     ratio = sequence_mean(log_ratio).exp()
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)

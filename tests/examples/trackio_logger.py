@@ -8,7 +8,7 @@ import trackio
 
 
 class Trackio:
-    """A logger of one's own. MLflow and SwanLab differ in the three calls of their package alone."""
+    """A custom logger. Loggers for MLflow and SwanLab differ only in three calls."""
 
     def __init__(self, *, directory: Any, run_name: str, config: Any, project: str) -> None:
         trackio.init(project=project, name=run_name, config=config, resume="allow")
@@ -16,11 +16,11 @@ class Trackio:
     def log(self, step: int, metrics: Any) -> None:
         trackio.log(dict(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Any) -> None:  # may be left out
+    def log_samples(self, step: int, samples: Any) -> None:  # optional
         trackio.log({"samples": "\n\n".join(f"{s['prompt']} -> {s['response']}" for s in samples)}, step=step)
 
     def forget_after(self, step: int) -> None:
-        """A run that is continued logs later steps again; Trackio keeps both."""
+        """Ignore the repeated steps of a continued run. Trackio keeps both versions."""
 
     def close(self) -> None:
         trackio.finish()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The parts of `launch/slurm/acceptance.sbatch`, which is what users start; see launch/README.md.
+"""The parts of `launch/slurm/acceptance.sbatch`, which users start; see launch/README.md.
 
 python -m tests.gpu.node_acceptance steps  --nodes N --ranks-per-node R --logs DIR CONFIG [key=value ...]
 python -m tests.gpu.node_acceptance judge  ... --step NAME --code C CONFIG [key=value ...]
@@ -25,8 +25,8 @@ from tests.gpu.acceptance.table import FAILED, Report, Row, join
 NAME = "node-acceptance"
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Exits with 2 where it makes no sense."""
+def parse(command_arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Exits with 2 for invalid arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     for part in ("steps", "judge", "table"):
@@ -40,36 +40,36 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         if part != "table":
             of_job.add_argument("given", nargs="+", metavar="CONFIG key=value")
     parts.add_parser("layouts").add_argument("--out", type=Path, required=True)
-    return parser.parse_args(words)
+    return parser.parse_args(command_arguments)
 
 
 def run_layouts(out: Path) -> None:
-    """On every rank: rank 0 writes the rows."""
+    """Run the layouts on every rank. Rank 0 writes the rows."""
     from megappo.config.schema import RuntimeSettings
     from megappo.runtime.process import start_runtime
     from tests.gpu.acceptance.layouts import against_oracle
 
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         place = Place(runtime.device.type, True, str(out / "scratch"))
-        found: list[Row] = []
+        collected: list[Row] = []
         for row in against_oracle(place, runtime):
-            found.append(row)
+            collected.append(row)
             if runtime.is_main:
                 print(f"{row.verdict:<8} {row.what}: {row.result}", flush=True)
         if runtime.is_main:
-            (out / f"{nodes.LAYOUTS}.json").write_text(json.dumps([asdict(row) for row in found]))
+            (out / f"{nodes.LAYOUTS}.json").write_text(json.dumps([asdict(row) for row in collected]))
 
 
-def judge(shape: nodes.Shape, name: str, code: int, given: Sequence[str]) -> None:
+def judge(shape: nodes.Shape, name: str, code: int, configuration: Sequence[str]) -> None:
     """Write the rows of one step."""
-    (step,) = (step for step in nodes.steps(shape, given) if step.name == name)
-    report = Report(shape.logs / "rows" / name, {"configuration": " ".join(given)})
+    (step,) = (step for step in nodes.steps(shape, configuration) if step.name == name)
+    report = Report(shape.logs / "rows" / name, {"configuration": " ".join(configuration)})
     for row in nodes.rows(step, shape, code):
         report.add(name, row)
 
 
 def table(shape: nodes.Shape) -> int:
-    """Join the rows of all steps, in their order; the exit code of the job."""
+    """Join the rows of all steps in order and return the exit code of the job."""
     import torch
 
     paths = sorted((shape.logs / "rows").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
@@ -85,9 +85,9 @@ def table(shape: nodes.Shape) -> int:
     return int(report.verdict == FAILED)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Do one part; the exit code."""
-    arguments = parse(words)
+def main(command_arguments: Sequence[str] | None = None) -> int:
+    """Run one part and return the exit code."""
+    arguments = parse(command_arguments)
     if arguments.part == "layouts":
         run_layouts(arguments.out)
         return 0

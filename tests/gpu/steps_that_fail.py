@@ -1,4 +1,4 @@
-"""Steps that go wrong in every way, for test_acceptance_command.py."""
+"""Steps with all kinds of failures, for test_acceptance_command.py."""
 
 from __future__ import annotations
 
@@ -12,51 +12,56 @@ from tests.gpu.acceptance.table import Row, Skip, judged, measured
 
 
 def sound(place: Place) -> Iterator[Row]:
-    """Says which process it ran in."""
+    """Report the process of the step."""
     yield measured("process", str(os.getpid()), pid=os.getpid())
 
 
 def unsound(place: Place) -> Iterator[Row]:
-    """Something that does not hold."""
+    """Yield a failed check."""
     yield judged("sum", 1 + 1 == 3, "2, bound 3")
 
 
 def raises(place: Place) -> Iterator[Row]:
-    """After its first row."""
+    """Raise an error after the first row."""
     yield measured("before", "1")
     raise ValueError("a bad | value\nover two lines")
 
 
 def dies(place: Place) -> Iterator[Row]:
-    """As by a driver's error."""
+    """Abort the process, as after an error of a driver."""
     yield measured("before", "1")
     os.abort()
 
 
 def hangs(place: Place) -> Iterator[Row]:
-    """As a kernel that never ends."""
+    """Sleep, as in a kernel that does not end."""
     yield measured("before", "1")
     time.sleep(1000)
 
 
 def cannot(place: Place) -> Iterator[Row]:
-    """Something is missing."""
+    """Skip the rest because of a missing requirement."""
     yield measured("before", "1")
-    raise Skip("needs what is not here")
+    raise Skip("needs a missing package")
 
 
 def leaves_nothing(place: Place) -> Iterator[Row]:
-    """After a step, while the trainer's name is still there, models and optimizers are not."""
+    """Check that models and optimizers are freed after the block, although the name of the trainer still exists."""
     from tests.gpu.acceptance import workload
     from tests.gpu.acceptance.ppo_step import one_step
 
-    size, held = workload.Size(4, 8, 8), []
+    size, references = workload.Size(4, 8, 8), []
     folder = workload.model_folder(place, "0.6B")
     with workload.trainer(workload.make_config(place, workload.settings(place, folder, size, "bfloat16"))) as trainer:
         one_step(trainer, workload.samples(size, folder, ragged=True))
         for role in trainer.parts.trained:
-            held += [weakref.ref(parameter) for parameter in role.parameters()]
-            held += [weakref.ref(p.main_grad) for p in role.parameters()]  # type: ignore[attr-defined]
+            references += [weakref.ref(parameter) for parameter in role.parameters()]
+            references += [weakref.ref(p.main_grad) for p in role.parameters()]  # type: ignore[attr-defined]
         del role
-    alive = sum(reference() is not None for reference in held)
-    yield judged("tensors", bool(held) and not alive, f"{alive} of {len(held)} are still there", held=len(held))
+    alive = sum(reference() is not None for reference in references)
+    yield judged(
+        "tensors",
+        bool(references) and not alive,
+        f"{alive} of {len(references)} still exist",
+        references=len(references),
+    )

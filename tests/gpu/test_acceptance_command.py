@@ -1,4 +1,4 @@
-"""The acceptance command runs whole on a CPU, and nothing that goes wrong in a step ends the others."""
+"""The acceptance command runs on a CPU, and a failure in a step does not end the other steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.places import ROOT
 
 pytestmark = pytest.mark.waits
 ON_A_CPU = [step.name for step in STEPS if step.part < 3]
-"""tests/sglang runs the third part: its servers take long to start."""
+"""The steps of the first two parts. tests/sglang runs the third part, whose servers start slowly."""
 
 
 def step(name: str, *, seconds: float = 0.0, most: float = 60.0, part: int = 1) -> Step:
@@ -36,36 +36,46 @@ def step(name: str, *, seconds: float = 0.0, most: float = 60.0, part: int = 1) 
 def run(folder: Path, steps: Sequence[Step], seconds: float = 120.0, *, tiny: bool = False) -> Report:
     report = Report(folder / "table", {"date": "today"})
     place = Place("cpu", tiny, str(folder))
-    run_steps(steps, place, report, seconds=seconds, given=environment(), log=folder / "log")
+    run_steps(steps, place, report, seconds=seconds, variables=environment(), log=folder / "log")
     return report
 
 
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The rows of the first two parts on a CPU."""
+    """Return the rows of the first two parts on a CPU."""
     out = tmp_path_factory.mktemp("acceptance")
-    words = ("--device", "cpu", "--tiny", "--minutes", "30", "--out", out, "--only", *ON_A_CPU)  # none of the third
-    done = start("tests.gpu.gpu_acceptance", *words, timeout_seconds=1800)
+    arguments = (
+        "--device",
+        "cpu",
+        "--tiny",
+        "--minutes",
+        "30",
+        "--out",
+        out,
+        "--only",
+        *ON_A_CPU,
+    )  # without the third part
+    done = start("tests.gpu.gpu_acceptance", *arguments, timeout_seconds=1800)
     logs = "".join(path.read_text()[-3000:] for path in out.glob("*.log"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:] + logs
     tables = [out / f"gpu-acceptance-part{part}" for part in (1, 2)]
     rows = [row for table in tables for row in json.loads(table.with_suffix(".json").read_text())["rows"]]
     shown = [line for t in tables for line in t.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
-    assert len(shown) == len(rows) + len(tables), "every row is a line, under one heading each"
+    assert len(shown) == len(rows) + len(tables), "every row is a line, and every table has a heading"
     return rows
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_step_runs_on_a_cpu(accepted: list[dict[str, Any]]) -> None:
+def test_all_steps_run_on_a_cpu(accepted: list[dict[str, Any]]) -> None:
     assert list(dict.fromkeys(row["step"] for row in accepted)) == ON_A_CPU
     assert not [row for row in accepted if row["verdict"] == "failed"]
     assert all(row["what"] and row["result"] for row in accepted)
     skipped = {row["step"] for row in accepted if row["verdict"] == "skipped"}
     packages = {"machine", "kernels", "kernel-times", "switches"}
-    assert skipped <= packages, "only steps that need missing packages or larger machines are skipped"
-    held = {row["step"] for row in accepted if row["verdict"] == "ok"}
-    assert held == set(ON_A_CPU) - {"machine", "kernel-times", "mfu"}, "those only measure on a CPU"
+    assert skipped <= packages, "only steps with missing packages or insufficient machines are skipped"
+    judged_steps = {row["step"] for row in accepted if row["verdict"] == "ok"}
+    assert judged_steps == set(ON_A_CPU) - {"machine", "kernel-times", "mfu"}, "these steps only measure on a CPU"
 
 
 @pytest.mark.slow
@@ -88,7 +98,7 @@ def test_every_step_runs_on_a_cpu(accepted: list[dict[str, Any]]) -> None:
         ("resume", "metrics of all steps, killed and continued"),
     ],
 )
-def test_what_must_hold_is_held_to_something(accepted: list[dict[str, Any]], name: str, what: str) -> None:
+def test_checked_rows_have_meaningful_bounds(accepted: list[dict[str, Any]], name: str, what: str) -> None:
     (row,) = [row for row in accepted if (row["step"], row["what"]) == (name, what)]
     assert row["verdict"] == "ok"
     if "bound" in row["numbers"]:
@@ -99,7 +109,7 @@ def test_what_must_hold_is_held_to_something(accepted: list[dict[str, Any]], nam
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="needs a machine without Transformer Engine")
-def test_a_switch_that_changes_no_code_is_not_compared(accepted: list[dict[str, Any]]) -> None:
+def test_switch_without_effect_is_skipped(accepted: list[dict[str, Any]]) -> None:
     """Without Transformer Engine and Apex, `model.accelerations` changes nothing."""
     (row,) = [row for row in accepted if row["step"] == "switches" and row["what"].startswith("accelerations")]
     assert row["verdict"] == "skipped" and "both sides run the same code: torch's layers" in row["result"]
@@ -107,22 +117,22 @@ def test_a_switch_that_changes_no_code_is_not_compared(accepted: list[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_updates_move_weights_by_more_than_their_bound(accepted: list[dict[str, Any]]) -> None:
-    """Otherwise a step that does nothing would be as the oracle's."""
+def test_updates_change_the_weights_measurably(accepted: list[dict[str, Any]]) -> None:
+    """Without this check, a step without updates could agree with the oracle."""
     changed = [row["numbers"] for row in accepted if "weights after 4 updates" in row["what"]]
     assert len(changed) == 4 and all(numbers["share_of_weights"] > 1e-4 for numbers in changed)
 
 
 @pytest.mark.slow
-def test_a_trainer_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+def test_trainer_releases_its_memory(tmp_path: Path) -> None:
     report = Report(tmp_path / "table", {})
     place = Place("cpu", True, str(tmp_path))
-    run_steps([step("leaves_nothing")], place, report, seconds=300, given=environment(), log=tmp_path / "log")
+    run_steps([step("leaves_nothing")], place, report, seconds=300, variables=environment(), log=tmp_path / "log")
     assert [row.verdict for row in report.rows] == ["ok"], report.rows
 
 
-def test_servers_are_skipped_where_sglang_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of that name on the path of imports, as our own tests have one, is none."""
+def test_servers_are_skipped_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named sglang on the import path, such as tests/sglang, is not the package."""
     monkeypatch.setattr("importlib.metadata.version", missing)
     with pytest.raises(Skip, match="not installed"):
         next(sleep_train_wake(Place("cpu", True, str(tmp_path))))
@@ -132,11 +142,11 @@ def missing(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:
+def test_failed_step_does_not_affect_other_steps(tmp_path: Path) -> None:
     names = ("sound", "raises", "sound", "dies", "unsound", "cannot", "sound")
     report = run(tmp_path, [step(name) for name in names])
-    found = [(row.step, row.what, row.verdict) for row in report.rows]
-    assert found == [
+    rows = [(row.step, row.what, row.verdict) for row in report.rows]
+    assert rows == [
         ("sound", "process", "measured"),
         ("raises", "before", "measured"),
         ("raises", "the step", "failed"),
@@ -152,43 +162,43 @@ def test_a_step_that_goes_wrong_ends_alone(tmp_path: Path) -> None:
     assert sentence == "failed: ValueError: a bad | value over two lines"
     assert "a bad / value over two lines" in (tmp_path / "table.md").read_text()
     processes = [row.numbers["pid"] for row in report.rows if row.step == "sound"]
-    assert len(set(processes)) == 3, "nothing runs on in a process in which something went wrong"
+    assert len(set(processes)) == 3, "a process with a failure is not used again"
     assert report.verdict == "failed"
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
-def test_steps_with_servers_have_processes_of_their_own(tmp_path: Path) -> None:
+def test_server_steps_have_separate_processes(tmp_path: Path) -> None:
     report = run(tmp_path, [step("sound", part=part) for part in (2, 2, 3, 3, 2)])
     first, second, *others = (row.numbers["pid"] for row in report.rows)
     assert first == second and len({first, *others}) == 4
     report = run(tmp_path, [step("sound", part=part) for part in (2, 3, 3)], tiny=True)
-    assert len({row.numbers["pid"] for row in report.rows}) == 1, "of tiny sizes nothing is left that takes room"
+    assert len({row.numbers["pid"] for row in report.rows}) == 1, "tiny steps share a process"
 
 
-def test_a_step_has_a_deadline_and_all_have_a_budget(tmp_path: Path) -> None:
+def test_time_limits_per_step_and_in_total(tmp_path: Path) -> None:
     started = time.monotonic()
     steps = [step("hangs", most=2), step("sound"), step("hangs"), step("sound", seconds=30)]
     report = run(tmp_path, steps, seconds=25)
     assert time.monotonic() - started < 60
-    found = [(row.step, row.verdict, row.result) for row in report.rows if row.what != "before"]
-    assert found[0] == ("hangs", "failed", "failed: it did not end within 2 s")
-    assert found[1][:2] == ("sound", "measured")
-    assert found[2][1] == "skipped" and "the time of this part ended" in found[2][2]
-    assert found[3][1] == "skipped" and found[3][2].startswith("needs 30 s, of 25 s for this part 0 are left")
+    rows = [(row.step, row.verdict, row.result) for row in report.rows if row.what != "before"]
+    assert rows[0] == ("hangs", "failed", "failed: it did not end within 2 s")
+    assert rows[1][:2] == ("sound", "measured")
+    assert rows[2][1] == "skipped" and "the time of this part ended" in rows[2][2]
+    assert rows[3][1] == "skipped" and rows[3][2].startswith("needs 30 s, of 25 s for this part 0 are left")
 
 
-def test_a_number_that_is_none_is_within_nothing() -> None:
+def test_nan_exceeds_every_bound() -> None:
     assert within("x", {"a": 0.1, "b": float("nan")}, 1.0).verdict == "failed"
     assert within("x", {"a": 0.1, "b": 2.0}, 1.0).result == "b 2.0e+00, bound 1.0e+00"
     assert within("x", {"a": 0.1, "b": 1.0}, 1.0).verdict == "ok"
 
 
-def test_two_parts_make_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_join_of_two_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part, row in ((1, measured("rate", "2", rate=2.0)), (2, judged("sum", False, "3, bound 2", sum=3.0))):
         report = Report(tmp_path / f"part{part}", {"device": "a GPU", "part": part})
         report.add("step", row)
-    words = ["--join", str(tmp_path / "part1.json"), str(tmp_path / "part2.json"), "--out", str(tmp_path)]
-    assert gpu_acceptance.main(words) == 1
+    arguments = ["--join", str(tmp_path / "part1.json"), str(tmp_path / "part2.json"), "--out", str(tmp_path)]
+    assert gpu_acceptance.main(arguments) == 1
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'gpu-acceptance'}.md: failed\n")
     text = (tmp_path / "gpu-acceptance.md").read_text()
     assert "- device: a GPU\n- part: 1; 2\n" in text
@@ -197,7 +207,7 @@ def test_two_parts_make_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def write_wheel(folder: Path, name: str, *, tag: str = "py3-none-any") -> None:
-    """A package of one module that says its name."""
+    """Write a wheel of a package with one module that contains its name."""
     info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as file:
         file.writestr(f"{name}.py", f"NAME = {name!r}\n")
@@ -206,7 +216,7 @@ def write_wheel(folder: Path, name: str, *, tag: str = "py3-none-any") -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-def test_wheels_are_installed_where_only_the_steps_see_them(tmp_path: Path) -> None:
+def test_wheels_are_installed_only_for_the_steps(tmp_path: Path) -> None:
     folder, site = tmp_path / "wheels", tmp_path / "site"
     folder.mkdir()
     write_wheel(folder, "acceptance_made_up")
@@ -221,29 +231,29 @@ def test_wheels_are_installed_where_only_the_steps_see_them(tmp_path: Path) -> N
     assert done.stdout == "acceptance_made_up\n", done.stderr
 
 
-def test_a_folder_of_wheels_is_neither_empty_nor_larger_than_what_travels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match="holds no wheels"):
+def test_empty_and_large_folders_of_wheels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="contains no wheels"):
         list(wheels.install(tmp_path, tmp_path / "site"))
     write_wheel(tmp_path, "acceptance_made_up")
     monkeypatch.setattr(wheels, "MOST_BYTES", 10)
-    with pytest.raises(ValueError, match="at most 0; leave some out"):
+    with pytest.raises(ValueError, match="must be at most 0; remove some"):
         list(wheels.install(tmp_path, tmp_path / "site"))
 
 
-def test_without_a_gpu_it_says_so(
+def test_missing_gpu_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu_acceptance, "sees_cuda", lambda given: False)
+    monkeypatch.setattr(gpu_acceptance, "sees_cuda", lambda variables: False)
     assert gpu_acceptance.main(["--part", "1", "--out", str(tmp_path)]) == 2
     assert "torch shows no CUDA device here; add --device cpu --tiny" in capsys.readouterr().err
 
 
-def test_steps_have_names_of_their_own_and_fit_their_part() -> None:
+def test_step_names_are_unique_and_fit_their_part() -> None:
     assert len({step.name for step in STEPS}) == len(STEPS)
     for part in gpu_acceptance.PARTS:
-        assert sum(step.seconds for step in STEPS if step.part == part) < 570, "expected to fit into ten minutes"
+        assert sum(step.seconds for step in STEPS if step.part == part) < 570, (
+            "the sum of a part must be below ten minutes"
+        )
     assert gpu_acceptance.main(["--list"]) == 0
     described = (ROOT / "tests/gpu/README.md").read_text()
     assert all(f"\n| {step.name} | {step.part} |" in described for step in STEPS)

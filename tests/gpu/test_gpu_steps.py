@@ -1,4 +1,4 @@
-"""Every step of the acceptance command, on a real GPU; skipped where there is none."""
+"""Every step of the acceptance command on a real GPU. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models are written once."""
+    """Return a folder that all steps share, so models are written only once."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -27,6 +27,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_step(step: Step, scratch: Path, tmp_path: Path) -> None:
     report = Report(tmp_path / step.name, {"device": torch.cuda.get_device_name()})
     place = Place("cuda", False, str(scratch))
-    run_steps([step], place, report, seconds=step.most_seconds, given=environment(), log=tmp_path / "log")
+    run_steps([step], place, report, seconds=step.most_seconds, variables=environment(), log=tmp_path / "log")
     failed = [f"{row.what}: {row.result}" for row in report.rows if row.verdict == "failed"]
     assert report.rows and not failed, "\n".join(failed) + (tmp_path / "log").read_text()[-3000:]

@@ -1,4 +1,4 @@
-"""Runs that go on with other settings than they had: what they learn is what these settings say."""
+"""Runs that are continued with changed settings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OTHER_UPDATES = ("actor.epochs=2", "critic.minibatch_sequences=32")
 
 
 def rates(run: Path) -> list[tuple[float, float]]:
-    """Learning rates of actor and critic, by step."""
+    """Return the learning rates of actor and critic for each step."""
     lines = timeless(run / "metrics.jsonl")
     return [(line["actor/learning_rate"], line["critic/learning_rate"]) for line in lines if line["step"]]
 
 
-def test_a_run_that_goes_on_with_other_settings(tmp_path: Path) -> None:
-    """With other epochs and minibatches, learning rates are those of these at the run's steps; a reference that does
-    not change any more stays what it is, also when the run goes on once more."""
+def test_resume_with_changed_settings(tmp_path: Path) -> None:
+    """After the change of epochs and minibatches, the learning rates equal those of a run with these settings. A
+    reference that is no longer refreshed keeps its weights, also after a second resume."""
     fewer, fixed, all_of_them = tmp_path / "fewer", tmp_path / "fixed", tmp_path / "all"
     killed = killed_at(fewer, 3, "update_actor", 0, *SETTINGS, *OTHER_UPDATES, processes=1)
     attempts(tmp_path, killed, train(all_of_them, *SETTINGS, processes=1))
@@ -47,8 +47,8 @@ def test_a_run_that_goes_on_with_other_settings(tmp_path: Path) -> None:
     assert torch.allclose(after, torch.tensor(rates(all_of_them)[2:]), rtol=1e-6)
     assert min(min(of_step) for of_step in rates(fewer)[:3]) > 0
     of_step = [whole_tensors(fixed / "checkpoints" / f"step-{step:06d}") for step in (1, 2, 3, 4)]
-    references = [{name: t for name, t in found.items() if name.startswith("reference.")} for found in of_step]
-    assert all(found.keys() == references[0].keys() != set() for found in references)
+    references = [{name: t for name, t in state.items() if name.startswith("reference.")} for state in of_step]
+    assert all(state.keys() == references[0].keys() != set() for state in references)
     for name, tensor in references[1].items():
         assert torch.equal(tensor, references[2][name]) and torch.equal(tensor, references[3][name]), name
     assert any(not torch.equal(tensor, references[0][name]) for name, tensor in references[1].items())

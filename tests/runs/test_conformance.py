@@ -1,7 +1,7 @@
-"""Steps in which every two features of a PPO step meet, against the one-process oracle.
+"""PPO steps that cover each pair of features, compared with the one-process oracle.
 
-Which features there are says `features.py`. `--strength 3` runs the steps in which every three of them meet, and so on;
-`--light` runs few, in which each of them is.
+The features are defined in `tests/support/features.py`. `--strength 3` covers each triple of features, and so on.
+`--light` runs a few steps that cover each single feature.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from tests.support.quick import cases
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 BUDGET = 40
-"""Tokens of a microbatch; the longest sample has 32."""
+"""Budget of a microbatch in tokens; the longest sample has 32 tokens."""
 CAP, REJECT, REJECTED = 2.0, 1e8, -50.0
 BALANCE = 0.05
 ADAPTED = ("gemma2", "gemma3_text", "mixtral", "glm4_moe")
 LOSSES = {"cispo": CISPO, "gspo": GSPO}
 MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts", "experts-replayed": "model-experts"}
-# (prompt, response) of each sample.
+# (prompt tokens, response tokens) of each sample.
 LENGTHS: dict[str, list[tuple[int, int]]] = {
     "giant": [(12, 20)] + [(2, 1), (1, 2), (3, 1)] * 3 + [(2, 2), (1, 1)],
     "single": [(12, 1)] + [(12, 17 + i % 3) for i in range(SAMPLES - 1)],
-    # With CP 2 a sample is cut into quarters: 16 tokens at 4, 8 and 12; of 13 and 15 the last one is short.
+    # With CP 2 a sample is split into quarters. 16 tokens have bounds at 4, 8 and 12; the last quarter of 13 and 15
+    # tokens is short.
     "edges": [(4, 12), (8, 8), (12, 4), (3, 13), (9, 7), (12, 3), (5, 11), (7, 9), (11, 5), (4, 9), (8, 5), (1, 7)],
 }
 
@@ -54,8 +55,8 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         strength = 1 if metafunc.config.getoption("--light") else metafunc.config.getoption("--strength")
-        found = covering(strength, most_ranks=8 if strength > 2 else 4)
-        metafunc.parametrize("case", found, ids=lambda case: case.name)
+        covered = covering(strength, most_ranks=8 if strength > 2 else 4)
+        metafunc.parametrize("case", covered, ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the case's kind. Whom the correction rejects are all but three, which are seldom in one minibatch."""
+    """Return the samples of the case. In `rejected`, the correction rejects all samples except three, which are
+    rarely in the same minibatch."""
     kind = case["samples"].name
     if kind == "rejected":
         return [{**sample, "engine": -4.0 if i in (0, 5, 7) else REJECTED} for i, sample in enumerate(plain)]
@@ -84,10 +86,11 @@ def samples_of(case: Case, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_turns(sample: dict[str, Any]) -> dict[str, Any]:
-    """A sample of turns of three tokens, each rewarded on its last one, and two of the environment's after each."""
+    """Return a sample with turns of three tokens and two environment tokens after each turn. The last token of a turn
+    has the reward."""
     response = sample["response"]
     rewards = [[0.0, 0.0, 0.1 * (i + 1), None, None][i % 5] for i in range(response)]
-    while rewards[-1] is None:  # a sample ends with what the model said
+    while rewards[-1] is None:  # the last token of a sample is from the model
         rewards[-1] = 0.0
         rewards.pop()
     return {
@@ -99,19 +102,19 @@ def in_turns(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.versions
-def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) -> None:
+def test_step_of_each_case_equals_the_oracle(case: Case, world: World, tmp_path: Path) -> None:
     folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
     if case["model"].name == "experts-replayed":
         samples = with_routing(samples)
     adapters = adapters_for(folder) if case["weights"].name == "lora" else None
     begins = [] if adapters is None else [f"{role}.start_from={adapters}" for role in ROLES]
-    told = {
+    worker_case = {
         "config": str(folder.with_suffix(".yaml")),
         "overrides": [*case.overrides(), *ONCE, *LOSSES.get(loss, ()), *begins, f"run.directory={tmp_path / 'run'}"],
         "samples": samples,
         "out": str(tmp_path / "out"),
     }
-    result = ask("ppo_step_worker.py", case.ranks, told)
+    result = ask("ppo_step_worker.py", case.ranks, worker_case)
     settings = copy.copy(ORACLE)
     if loss in ("seq-mean", "gspo"):
         settings.aggregation = "seq-mean-token-mean"
@@ -125,8 +128,8 @@ def test_features_that_meet_are_exact(case: Case, world: World, tmp_path: Path) 
         settings.importance_cap, settings.reject_above = CAP, REJECT
     if case["estimates"].name == "vapo":
         settings.adaptive_lam, settings.critic_lam, settings.nll_coef = ADAPTIVE_LAM, 1.0, NLL_COEF
-    found = oracle_step(folder, samples, settings, result["minibatches"], adapters)
-    check_step(result, tmp_path / "out", samples, *found, base=None if adapters is None else folder)
+    expected = oracle_step(folder, samples, settings, result["minibatches"], adapters)
+    check_step(result, tmp_path / "out", samples, *expected, base=None if adapters is None else folder)
 
 
 MINIMUM = ("rollout.min_response_tokens=3", "rollout.stop_token_ids=[5, 9, 70]")
@@ -140,49 +143,49 @@ MINIMUM_LAYOUTS = {
 
 @pytest.mark.parametrize("kind", ["plain", "turns"])
 @pytest.mark.parametrize("layout", cases(MINIMUM_LAYOUTS, quick=["tp2"]))
-def test_tokens_below_the_minimum_are_over_the_support_of_the_engine(
+def test_minimum_tokens_use_the_distribution_of_the_engine(
     world: World, tmp_path: Path, layout: str, kind: str
 ) -> None:
-    """Stop tokens are excluded at the first three positions of each response, and of each turn. The distribution of a
-    stop token at such a position includes the stop tokens."""
+    """Stop tokens are excluded at the first three positions of each response and of each turn. If a stop token is
+    sampled at such a position, the distribution of this token includes the stop tokens."""
     folder = world.folder("model")
     samples = [*world.samples] if kind == "plain" else [in_turns(sample) for sample in world.samples]
     samples[3] = {**samples[3], "tokens": [*samples[3]["tokens"]]}
     samples[3]["tokens"][-samples[3]["response"]] = 9
-    told = {
+    worker_case = {
         "config": str(folder.with_suffix(".yaml")),
         "overrides": [
-            *(f"{role}.{words}" for role in ROLES for words in MINIMUM_LAYOUTS[layout]),
+            *(f"{role}.{setting}" for role in ROLES for setting in MINIMUM_LAYOUTS[layout]),
             *(*ONCE, *MINIMUM),
             f"run.directory={tmp_path / 'run'}",
         ],
         "samples": samples,
         "out": str(tmp_path / "out"),
     }
-    result = ask("ppo_step_worker.py", 2, told)
+    result = ask("ppo_step_worker.py", 2, worker_case)
     settings = copy.copy(ORACLE)
     settings.least_tokens, settings.stop_token_ids = 3, tuple(result["stop_token_ids"])
     assert {5, 9, 70} < set(settings.stop_token_ids)
-    found = oracle_step(folder, samples, settings, result["minibatches"])
-    check_step(result, tmp_path / "out", samples, *found)
+    expected = oracle_step(folder, samples, settings, result["minibatches"])
+    check_step(result, tmp_path / "out", samples, *expected)
 
 
 def adapters_for(folder: Path) -> Path:
-    """A PEFT folder beside the model's, on every matrix."""
+    """Write a PEFT folder with adapters on every matrix next to the folder of the model."""
     out = folder.with_name(f"{folder.name}-adapters")
     return out if out.exists() else write_adapters(out, folder, rank=4, alpha=6, seed=13)
 
 
-def test_adapters_on_experts_alone(world: World, tmp_path: Path) -> None:
-    """No dense weight of the actor is trained."""
+def test_adapters_only_on_experts(world: World, tmp_path: Path) -> None:
+    """The actor trains no dense weight."""
     targets = ("gate_proj", "up_proj", "down_proj")
     step_with_adapters(world, tmp_path, "model-experts", targets, ["layout.expert_parallel=2"])
 
 
 @pytest.mark.parametrize("family", cases(ADAPTED, exhaustive=ADAPTED[1:]))
-def test_adapters_of_families_of_their_own_kind(world: World, tmp_path: Path, family: str) -> None:
-    """Of Gemma before the norms behind attention and MLP; of GLM one name stands for matrices of dense layers, routed
-    and shared experts. The other families' layers are those of the steps above."""
+def test_adapters_of_families_with_special_layers(world: World, tmp_path: Path, family: str) -> None:
+    """Adapters of Gemma are before the norms that follow attention and MLP. In GLM, one name selects matrices of
+    dense layers, routed experts and shared experts. The layers of the other families are in the steps above."""
     folder = world.folder(f"model-{family}")
     arch = read_architecture(folder)
     experts = ", expert_parallel: 2" if arch.experts else ""
@@ -191,11 +194,11 @@ def test_adapters_of_families_of_their_own_kind(world: World, tmp_path: Path, fa
 
 
 def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[str, ...], of_roles: list[str]) -> None:
-    """A step of two ranks beside the oracle's."""
+    """Compare a step on two ranks with the oracle."""
     folder = world.folder(model)
     adapters = write_adapters(tmp_path / "adapters", folder, rank=4, alpha=6, seed=14, targets=targets)
     lora = f"lora={{rank: 4, alpha: 6, targets: [{', '.join(targets)}]}}"
-    told = {
+    worker_case = {
         "config": str(folder.with_suffix(".yaml")),
         "overrides": [
             *(f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", *of_roles)),
@@ -206,21 +209,22 @@ def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[
         "samples": world.samples,
         "out": str(tmp_path / "out"),
     }
-    result = ask("ppo_step_worker.py", 2, told)
-    found = oracle_step(folder, world.samples, copy.copy(ORACLE), result["minibatches"], adapters)
-    check_step(result, tmp_path / "out", world.samples, *found, base=folder)
+    result = ask("ppo_step_worker.py", 2, worker_case)
+    expected = oracle_step(folder, world.samples, copy.copy(ORACLE), result["minibatches"], adapters)
+    check_step(result, tmp_path / "out", world.samples, *expected, base=folder)
 
 
-def test_the_samples_are_what_they_are_called(world: World) -> None:
-    """A microbatch holds the sample of one token and no other; rejected ones leave a minibatch with few or none."""
+def test_samples_match_the_names_of_their_kinds(world: World) -> None:
+    """In `single`, the sample with one response token needs its own microbatch. In `giant`, one sample has at least
+    eight times the tokens of any other sample."""
     totals = [prompt + response for prompt, response in LENGTHS["single"]]
     assert totals[0] + min(totals[1:]) > BUDGET and LENGTHS["single"][0][1] == 1
     assert all(len(lengths) == SAMPLES for lengths in LENGTHS.values())
     assert max(map(sum, LENGTHS["giant"])) >= 8 * sorted(map(sum, LENGTHS["giant"]))[-2]
 
 
-def test_every_two_features_meet() -> None:
-    """All that go together at all, and few do not."""
+def test_cases_cover_each_pair_of_features() -> None:
+    """The only exceptions are two pairs that are incompatible."""
     cases = covering(2, most_ranks=4)
     assert len(cases) < 32 and sum(case.ranks for case in cases) < 96
     factors = list(FACTORS)

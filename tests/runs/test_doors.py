@@ -1,4 +1,4 @@
-"""What a run shows of itself to others: its files, its command lines, its listening sockets."""
+"""Exposure of a run to other users: files, command lines and listening sockets."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ TOKEN = "a-t0ken-of-the-tests"
 
 
 class Attempt(NamedTuple):
-    """A run that was given a token."""
+    """A run that started with a token."""
 
     token: str
     printed: str
     keys: set[str]
-    """What the reward server was sent."""
+    """Credentials in the requests to the reward server."""
     processes: dict[str, set[str]]
-    """While it was asked: command lines of this machine, and of the run's among them, the addresses that they listen
-    on."""
+    """Command lines of all processes of this machine during the first request, with the listening addresses of the
+    processes of the run."""
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A reward server that says what it was told, with which every fourth sample has no score."""
+    """A reward server that returns the received credentials instead of the score of every fourth sample."""
 
-    asked: ClassVar[list[str]] = []
+    credentials: ClassVar[list[str]] = []
     seen: ClassVar[dict[str, set[str]]] = {}
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        if not self.asked:
+        if not self.credentials:
             self.seen.update(processes(self.client_address[1]))
-        self.asked.append(given := str(self.headers["Authorization"]) + str(self.headers["X-Key"]))
+        self.credentials.append(credential := str(self.headers["Authorization"]) + str(self.headers["X-Key"]))
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"score": given if len(self.asked) % 4 == 0 else 0.5}).encode())
+        self.wfile.write(json.dumps({"score": credential if len(self.credentials) % 4 == 0 else 0.5}).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 def processes(port: int) -> dict[str, set[str]]:
-    """See `Attempt`; `port`: of a connection of the run's, whose ranks are children of what leads their session."""
-    found: dict[str, set[str]] = {}
+    """Return the processes as in `Attempt`. `port` is the port of a connection from the run; the ranks are children
+    of the session leader."""
+    addresses: dict[str, set[str]] = {}
     (worker,) = (c.pid for c in psutil.net_connections() if c.pid and c.laddr.port == port and c.raddr)
     job = next(p for p in psutil.Process(worker).parents() if os.getsid(p.pid) == p.pid)
     of_run = {p.pid for p in job.children(recursive=True)}
@@ -63,8 +64,8 @@ def processes(port: int) -> dict[str, set[str]]:
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())
             ours = process.net_connections() if process.pid in of_run else []
-            found.setdefault(line, set()).update(c.laddr.ip for c in ours if c.status == psutil.CONN_LISTEN)
-    return found
+            addresses.setdefault(line, set()).update(c.laddr.ip for c in ours if c.status == psutil.CONN_LISTEN)
+    return addresses
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +75,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def attempts(run: Path) -> list[Attempt]:
-    """Two ranks with an agent's gateway and reward workers, which are stopped and go on with another token."""
+    """Run two ranks with the gateway of an agent and reward workers, stop the run, and continue with another token."""
     pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
     write_chat("configs/models/tiny_arithmetic", str(run.parent / "chat"))
-    found = []
+    results = []
     for token, steps in ((TOKEN, 1), (TOKEN[::-1], 2)):
-        Answers.asked.clear()
+        Answers.credentials.clear()
         Answers.seen.clear()
         with serving(Answers) as url:
             options = {"url": url, "key": "REWARD_KEY", "headers_from_environment": {"X-Key": "REWARD_KEY"}}
@@ -91,12 +92,12 @@ def attempts(run: Path) -> list[Attempt]:
                 processes=2, environment=environment(REWARD_KEY=token),
             )  # fmt: skip
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        found.append(Attempt(token, done.stdout + done.stderr, set(Answers.asked), dict(Answers.seen)))
-    return found
+        results.append(Attempt(token, done.stdout + done.stderr, set(Answers.credentials), dict(Answers.seen)))
+    return results
 
 
-def test_no_file_of_a_run_holds_a_token(run: Path, attempts: list[Attempt]) -> None:
-    """Nor what it prints, nor a command line; and with another token it is the same run."""
+def test_run_never_exposes_a_token(run: Path, attempts: list[Attempt]) -> None:
+    """Files, output and command lines contain no token. The run continues with a different token."""
     files = [path for path in run.rglob("*") if path.is_file()]
     assert {"config.yaml", "checkpoint.json", "samples.jsonl"} <= {path.name for path in files}
     for token, printed, keys, seen in attempts:
@@ -106,9 +107,11 @@ def test_no_file_of_a_run_holds_a_token(run: Path, attempts: list[Attempt]) -> N
         assert not [path for path in files if token.encode() in path.read_bytes()]
 
 
-def test_a_run_on_one_machine_listens_on_loopback(attempts: list[Attempt]) -> None:
-    """Its ranks, with gloo, the store and the gateway, and its reward workers, which do not listen at all."""
+def test_run_on_one_machine_listens_on_loopback(attempts: list[Attempt]) -> None:
+    """Ranks with gloo, the store and the gateway listen on loopback. Reward workers do not listen."""
     for attempt in attempts:
-        addresses = {line: found for line, found in attempt.processes.items() if found}
+        addresses = {
+            line: addresses_of_line for line, addresses_of_line in attempt.processes.items() if addresses_of_line
+        }
         assert set().union(*addresses.values()) == {"127.0.0.1"}, addresses
         assert not any("worker_main" in line for line in addresses)

@@ -1,4 +1,4 @@
-"""A model with experts through whole runs: learning, export, a kill, and other layouts."""
+"""Complete runs of a model with experts: training, export, a kill, and other layouts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None:
-    """Experts over data replicas and over tensor parallel ranks, a distributed optimizer on each; see `layouts`.
-    Responses that are kept when the run is stopped have their routing, which is replayed as if nothing had been."""
+def test_run_with_experts_resumes_on_other_layouts(tmp_path: Path) -> None:
+    """The actor splits its experts across data replicas, the critic across tensor parallel ranks. `layouts` lists the
+    other layouts. Responses of a stopped rollout are saved with their routing, and the resumed run replays this
+    routing."""
     model = write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
     settings = (
         "run.steps=3", "checkpoint.every_steps=1", "evaluation=null", f"model.path={model}", "checkpoint.keep_last=9",
@@ -46,13 +47,13 @@ def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None
         train(killed, *settings, "rollout.when_stopped=keep", expect="85", kill=stop),
         train(killed, *settings),
     )
-    kept = [torch.load(p)[3] for p in killed.glob("checkpoints/step-000002/responses-*.pt")]
-    assert any(len(part["routing"]) == part["routed_B"].sum() > 0 for part in kept)
+    unfinished = [torch.load(p)[3] for p in killed.glob("checkpoints/step-000002/responses-*.pt")]
+    assert any(len(part["routing"]) == part["routed_B"].sum() > 0 for part in unfinished)
     assert_same_run(tmp_path / "whole", killed, 3)
     lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    # The embedded engine's fused experts hold what the trainer's separate ones hold.
+    # The fused experts of the embedded engine have the same weights as the separate experts of the trainer.
     assert all(0 < line["mismatch/max"] < 1e-4 and math.isfinite(line["actor/loss"]) for line in lines)
-    # Every token but the last of each sample has the engine's experts.
+    # Every token except the last token of each sample has the experts of the engine.
     assert all(0.5 < line["mismatch/router_replayed"] < 1 and line["actor/experts_max_load"] > 1 for line in lines)
     export_run(str(killed), str(tmp_path / "out"))
     final, exported = (load_file(f / "model.safetensors") for f in (killed / "final", tmp_path / "out"))
@@ -75,8 +76,9 @@ def test_a_run_with_experts_continues_and_changes_places(tmp_path: Path) -> None
         assert_same_tensors(before, whole_tensors(tmp_path / name / "checkpoints/step-000003"))
 
 
-def test_routing_that_is_replayed_takes_its_part_of_the_mismatch_away(tmp_path: Path) -> None:
-    """An engine in bfloat16 sends some tokens to other experts than a trainer in float32 would; the same samples."""
+def test_routing_replay_reduces_the_mismatch(tmp_path: Path) -> None:
+    """The samples of both runs are equal. The engine in bfloat16 selects other experts for some tokens than the
+    trainer in float32."""
     model = write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16)
     settings = (
         "run.steps=1", "evaluation=null", f"model.path={model}", "model.init=pretrained", "checkpoint=null",

@@ -1,4 +1,4 @@
-"""A model of each family through a whole run: it learns, is killed and goes on, and transformers loads what is left."""
+"""A complete run of a model of each family, with a kill, a resume, and an export that transformers loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.quick import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
-# Where nothing is said, the actor has TP2 and the critic PP2.
+# The default layouts are TP2 of the actor and PP2 of the critic.
 RUNS: dict[str, tuple[str, ...]] = {
     "mixtral": (
         "actor.layout={expert_parallel: 2}",
@@ -51,15 +51,16 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 WITH_MTP = ("glm4_moe", "deepseek_v3", "qwen3_next")
-"""Whose models have a layer that predicts further tokens here."""
+"""Families whose test models have a multi-token prediction layer."""
 
 
 FEW = ("gpt_oss", "qwen3_next")
-"""Between them: experts, routers, sinks, windows, two kinds of layers, two kinds of attention, a further layer."""
+"""Both families together have experts, routers, sinks, windows, two kinds of layers, two kinds of attention, and a
+multi-token prediction layer."""
 
 
 @pytest.mark.parametrize("family", cases(RUNS, exhaustive=RUNS.keys() - FEW))
-def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
+def test_run_resumes_and_is_exported(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path / "model", family, 3, vocab_size=16, num_hidden_layers=2)
     mtp = add_mtp_layers(model) if family in WITH_MTP else {}
     settings = (
@@ -73,7 +74,7 @@ def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
     )
     assert_same_run(whole, killed, 3)
     lines = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    # What the trainer computes is what transformers computes, which samples here.
+    # transformers generates the samples, and its log-probabilities agree with those of the trainer.
     assert all(0 < line["mismatch/max"] < 1e-4 and line["actor/updates"] > 0 for line in lines)
     export_run(str(killed), str(out))
     assert_same_tensors(load_file(killed / "final/model.safetensors"), load_file(out / "model.safetensors"))
@@ -86,15 +87,15 @@ def test_a_run_continues_and_is_exported(tmp_path: Path, family: str) -> None:
 
 
 def assert_mtp_layers_are_checked(
-    run: Path, model: Path, mtp: Mapping[str, torch.Tensor], goes_on: Sequence[str]
+    run: Path, model: Path, mtp: Mapping[str, torch.Tensor], resume_settings: Sequence[str]
 ) -> None:
-    """An export whose layers that predict further tokens would be others is none, and one without them says so. Nor
-    does a run with these settings go on with others."""
+    """Check that an export with changed multi-token prediction layers is refused, and that an export without these
+    layers needs `--without-mtp`. If `resume_settings` is not empty, a run with changed layers is refused as well."""
     path, out = model / "model.safetensors", model.parent / "later"
     tensors, name = load_file(path), max(mtp)
     save_file(tensors | {name: -tensors[name]}, path, metadata={"format": "pt"})
-    if goes_on:
-        output = attempts(model.parent, train(run, *goes_on, expect="2"))
+    if resume_settings:
+        output = attempts(model.parent, train(run, *resume_settings, expect="2"))
         assert "the weights of the actor's further layers are not those the run began with" in output
     with pytest.raises(ValueError, match=r"prediction layers in .* differ from the start .*\(--without-mtp\)"):
         export_run(str(run), str(out))
@@ -107,13 +108,14 @@ def assert_mtp_layers_are_checked(
     assert {config[count] for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if count in config} <= {0}
 
 
-def logits_of(folder: Path, further: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What transformers makes of a folder, all of which is the model's, but for layers that predict further tokens."""
+def logits_of(folder: Path, mtp: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits of transformers for a folder. All tensors except those of multi-token prediction layers must
+    belong to the model."""
     exact: dict[str, Any] = {"attn_implementation": "eager", "output_loading_info": True}
     model, info = AutoModelForCausalLM.from_pretrained(folder, **exact)
-    behind = tuple(name[: name.rindex(".eh_proj.") + 1] for name in further if name.endswith(".eh_proj.weight"))
+    behind = tuple(name[: name.rindex(".eh_proj.") + 1] for name in mtp if name.endswith(".eh_proj.weight"))
     info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith(behind)}
     assert not any(info.values()), info
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(2, 14)[None]).logits
-    return found
+        logits: torch.Tensor = model(torch.arange(2, 14)[None]).logits
+    return logits

@@ -1,4 +1,5 @@
-"""A fault of one rank ends all ranks in seconds with its cause, or the run goes on; started again, nothing is lost."""
+"""A fault on one rank either ends all ranks within seconds with its cause, or the run continues. A restart loses no
+results."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
         pytest.param("resumed", "kill", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_sample_of_points(run: str, kinds: str) -> None:
-    """Of the matrix that `python -m tests.house.faults` tries; what is drawn changes with the code."""
+def test_a_sample_of_fault_points(run: str, kinds: str) -> None:
+    """Inject a sample of the faults of `python -m tests.house.faults`. The sample changes with the code."""
     done = start("tests.house.faults", "--runs", run, "--kinds", kinds, "--each", 1)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", ["split", "ahead", "flying"])
-def test_after_seventeen_faults_a_run_is_the_same(run: str) -> None:
-    """One after the other, anywhere, each of which ends it; test_resume.py has kills at every stage."""
+def test_seventeen_faults_do_not_change_a_run(run: str) -> None:
+    """The run is ended by seventeen faults at different points. `test_resume.py` tests kills at every stage."""
     done = start("tests.house.faults", "--runs", run, "--again", 17, timeout_seconds=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""A stranger's first day by the documents alone: data, reward and settings of one's own, outside of the repository."""
+"""The first day of a new user, who follows only the documents, with custom data, reward and settings outside the
+repository."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a reward function, problems as JSON lines, held-out ones as parquet, and settings."""
+    """Write a folder with a reward function, problems as JSON lines, held-out problems as parquet, and settings."""
     folder = tmp_path_factory.mktemp("mine")
     (folder / "my_reward.py").write_text(REWARD)
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in SUMS))
@@ -58,23 +59,24 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(folder: Path, *words: str, processes: int = 0) -> str:
-    """What a command in the folder says that ends well."""
-    done = start(folder / "megappo_here.py", *words, processes=processes)
+def command(folder: Path, *arguments: str, processes: int = 0) -> str:
+    """Run a command in the folder, check its exit status, and return its output."""
+    done = start(folder / "megappo_here.py", *arguments, processes=processes)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
 
-def test_a_first_day(mine: Path) -> None:
-    """Look before, train, train for longer on another layout, export the best, load it, compare, look at a sample."""
+def test_first_day_of_a_new_user(mine: Path) -> None:
+    """Check the settings, train, continue with another layout, export and load the best actor, compare runs, and
+    inspect a sample."""
     assert "my_reward.py:mine scores the answers 1.1 and empty responses 0" in command(
         mine, "train", "mine.yaml", "--dry-run"
     )
     assert not (mine / "runs").exists()
     assert "the trained actor is in runs/mine/final" in command(mine, "train", "mine.yaml", processes=2)
     other = ("actor.layout={}", "critic.layout={tensor_parallel: 2}")
-    said = command(mine, "train", "mine.yaml", "run.steps=6", *other, processes=2)
-    assert "continuing after step 4 from runs/mine/checkpoints/step-000004" in said
+    output = command(mine, "train", "mine.yaml", "run.steps=6", *other, processes=2)
+    assert "continuing after step 4 from runs/mine/checkpoints/step-000004" in output
     lines = read_metrics(mine / "runs/mine/metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(7))
     assert [line["step"] for line in lines if "eval/reward_mean" in line] == [0, 4, 6]
@@ -82,9 +84,12 @@ def test_a_first_day(mine: Path) -> None:
     best = max((2, 4, 6), key=lambda step: lines[step]["reward/mean"])
     assert f"the actor after step {best} is in best" in command(mine, "export", "runs/mine", "best", "--step", "best")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(mine / "best"), AutoTokenizer.from_pretrained(mine / "best")
-    asked = tokenizer("2+2=", return_tensors="pt", add_special_tokens=False)
+    question = tokenizer("2+2=", return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
-        assert model.generate(**asked, max_new_tokens=1, do_sample=False).shape == (1, asked.input_ids.shape[1] + 1)
+        assert model.generate(**question, max_new_tokens=1, do_sample=False).shape == (
+            1,
+            question.input_ids.shape[1] + 1,
+        )
 
     command(mine, "train", "mine.yaml", "run.directory=runs/other", "run.seed=5", "run.steps=2", processes=2)
     compared = command(mine, "report", "runs/mine", "runs/other")

@@ -1,4 +1,5 @@
-"""The worked run of megappo/guides/gae.md, and what is broken in it on purpose, are told apart as the page says."""
+"""The example run of megappo/guides/gae.md and its broken variants. The tests distinguish the variants as described
+in the guide."""
 
 from __future__ import annotations
 
@@ -27,42 +28,45 @@ PAGE = ROOT / "megappo" / "guides" / "gae.md"
 
 
 def broken_on_the_page() -> dict[str, list[str]]:
-    """Settings of the runs of the page, by the names that it gives them."""
+    """Return the arguments of the runs in the guide by run name."""
     commands = re.findall(r"^megappo train (configs/quickstart.*)$", PAGE.read_text(), re.MULTILINE)
-    words = [shlex.split(command, comments=True) for command in commands]
-    return {next(w for w in line if w.startswith("run.name=")).removeprefix("run.name="): line for line in words}
+    command_lines = [shlex.split(command, comments=True) for command in commands]
+    return {
+        next(w for w in line if w.startswith("run.name=")).removeprefix("run.name="): line for line in command_lines
+    }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """All of them, one after the other."""
+    """Run all examples in sequence and return their directories."""
     folder = tmp_path_factory.mktemp("runs")
     lines = broken_on_the_page()
-    wanted = [
-        {"arguments": ["train", *words, f"run.directory={folder / name}", "runtime.device=cpu"], "processes": 1,
+    planned = [
+        {"arguments": ["train", *command_lines, f"run.directory={folder / name}", "runtime.device=cpu"], "processes": 1,
          "expect": "0"}
-        for name, words in lines.items()
+        for name, command_lines in lines.items()
     ]  # fmt: skip
-    attempts(folder, *wanted, timeout=280)
+    attempts(folder, *planned, timeout=280)
     return {name: folder / name for name in lines}
 
 
 def sums_of(run: Path) -> StepSums:
-    """Of its last step."""
+    """Return the sums of the last step."""
     (saved,) = saved_steps(run / "experience").values()
     return read_sums([saved.file(rank) for rank in range(saved.ranks)])
 
 
 def advice_of(run: Path) -> set[str]:
-    """What the run said of its critic."""
+    """Return the names of the advice about the critic in this run."""
     advisor = Advisor(load_config(run / "config.yaml").algorithm)
-    said = {s for line in read_metrics(run / "metrics.jsonl") for s in advisor.observe(line["step"], line)}
-    return {name for name in ("explained_variance", "critic_overshoots") if advice_text(name) in said}
+    advice = {s for line in read_metrics(run / "metrics.jsonl") for s in advisor.observe(line["step"], line)}
+    return {name for name in ("explained_variance", "critic_overshoots") if advice_text(name) in advice}
 
 
 @needs_browser
-def test_the_report_of_these_runs_opens(runs: Mapping[str, Path], tmp_path: Path) -> None:
-    """Two of them in one page: every chart has marks, Tab reaches every control, and nothing is asked for."""
+def test_report_page_of_two_runs(runs: Mapping[str, Path], tmp_path: Path) -> None:
+    """Two runs share a page. Every chart has marks, Tab reaches every control, and the page requests no other
+    resources."""
     file = tmp_path / "page.html"
     assert main(["report", str(runs["right"]), str(runs["fast"]), "--html", str(file)]) == 0
     with browser(tmp_path / "profile") as page:
@@ -94,11 +98,12 @@ for (const [id, value] of [["smoothing", 0.9], ["over", "hours"], ["search", "ti
 document.getElementById("found").click();
 document.querySelector(".tokens").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
 """
-"""Other curves, smoothed, over time, and the next token."""
+"""Select other curves, smoothing, time as the axis, and the next token."""
 
 
-def test_explained_variance_is_measured_before_the_updates(runs: Mapping[str, Path]) -> None:
-    """In numpy, from the saved values of the forward pass and the saved rewards (gamma 1), whatever lambda is."""
+def test_explained_variance_precedes_the_updates(runs: Mapping[str, Path]) -> None:
+    """numpy computes the expected value from the saved values of the forward pass and the saved rewards, with gamma 1
+    and for any lambda."""
     for name, run in runs.items():
         (saved,) = saved_steps(run / "experience").values()
         whole = read_samples(saved.file(0)).experience
@@ -116,16 +121,16 @@ def test_explained_variance_is_measured_before_the_updates(runs: Mapping[str, Pa
         assert last["critic/value_mean"] == pytest.approx(values.mean(), abs=1e-5), name
 
 
-def test_the_page_tells_five_breaks_apart(runs: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_distinguish_five_broken_runs(runs: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert list(runs) == ["right", "mask", "reward", "lambda", "slow", "fast"]
     sums = {name: sums_of(run) for name, run in runs.items()}
-    for name, found in sums.items():
-        assert found.tokens == found.own and found.reward_elsewhere == 0.0
-        assert (found.counted < 0.2 * found.own) == (name == "mask")
-        assert (found.reward_at_end < 0.9) == (name == "reward")
-        assert (found.return_gap > 0.05) == (name == "lambda")
-        assert found.values is not None
-        assert (found.values.std < 0.01 * found.returns.std) == (name == "slow")
+    for name, step_sums in sums.items():
+        assert step_sums.tokens == step_sums.own and step_sums.reward_elsewhere == 0.0
+        assert (step_sums.counted < 0.2 * step_sums.own) == (name == "mask")
+        assert (step_sums.reward_at_end < 0.9) == (name == "reward")
+        assert (step_sums.return_gap > 0.05) == (name == "lambda")
+        assert step_sums.values is not None
+        assert (step_sums.values.std < 0.01 * step_sums.returns.std) == (name == "slow")
     assert sums["right"].explained_variance > 0.1 and sums["right"].correlation > 0.3
     advice = {name: advice_of(run) for name, run in runs.items()}
     assert advice.pop("slow") == {"explained_variance"}
@@ -133,7 +138,7 @@ def test_the_page_tells_five_breaks_apart(runs: Mapping[str, Path], capsys: pyte
     assert advice["right"] == advice["lambda"] == set()
     capsys.readouterr()
     assert main(["inspect", str(runs["mask"])]) == 0
-    said = capsys.readouterr().out
-    assert "truncated samples are left out of the losses" in said and ", in the losses " in said
+    output = capsys.readouterr().out
+    assert "truncated samples are left out of the losses" in output and ", in the losses " in output
     assert main(["inspect", str(runs["lambda"]), "--sample", "0"]) == 0
     assert "lambda 0, KL in the reward times 0.01 (fixed)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A run whose model writes nothing but attacks goes on, and they reach nothing."""
+"""Runs in which all responses of the model are attacks. The runs continue, and the attacks have no effect."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ CHAT = (
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Says again what it is shown, or what its pattern never ends with, of which each costs a worker's time limit."""
+    """A judge that returns the first message of the request as its answer. For every 90th request, the search with
+    the pattern of the judge does not end, and a worker reaches its time limit."""
 
     count: ClassVar[list[int]] = []
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.count.append(1)
-        said = "Score: " + (asked["messages"][0]["content"] if len(self.count) % 90 else "a" * 80 + "!")
+        content = "Score: " + (request["messages"][0]["content"] if len(self.count) % 90 else "a" * 80 + "!")
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -56,7 +57,7 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def model(tmp_path: Path) -> list[str]:
-    """Settings of a model that can say any ASCII text."""
+    """Return the settings of a model that can generate any ASCII text."""
     folder = tmp_path / "model"
     write_model(
         folder,
@@ -81,28 +82,30 @@ def model(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _train(tmp_path: Path, said: list[str], *words: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Of two steps: their metrics, their samples, and what the run printed."""
+def _train(
+    tmp_path: Path, texts_of_model: list[str], *overrides: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """Train with these responses and return the metrics, the samples and the output of the run."""
     texts, home = tmp_path / "texts.json", tmp_path / "home"
-    texts.write_text(json.dumps(said))
+    texts.write_text(json.dumps(texts_of_model))
     home.mkdir()
     engine = ["rollout.engine=tests.support.hostile:HostileEngine", f"rollout.engine_options={{texts: {texts}}}"]
-    done = start("megappo", "train", BASE, *words, *engine, environment=environment(HOME=str(home), A_KEY=SECRET))
+    done = start("megappo", "train", BASE, *overrides, *engine, environment=environment(HOME=str(home), A_KEY=SECRET))
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             assert process.environ().get("HOME") != str(home), process.cmdline()
-    assert {path.name for path in home.iterdir()} <= {".cache", ".config"}, "of libraries"
-    found = [[json.loads(line) for line in (tmp_path / f"run/{n}.jsonl").open()] for n in ("metrics", "samples")]
-    return found[0], found[1], printed
+    assert {path.name for path in home.iterdir()} <= {".cache", ".config"}, "files of libraries only"
+    records = [[json.loads(line) for line in (tmp_path / f"run/{n}.jsonl").open()] for n in ("metrics", "samples")]
+    return records[0], records[1], printed
 
 
-def test_a_run_goes_on_with_200_hostile_responses(model: list[str], tmp_path: Path) -> None:
-    """Scored by reasoning-gym's tasks that read responses as code, by math-verify, by a number and by a judge."""
+def test_run_continues_with_200_hostile_responses(model: list[str], tmp_path: Path) -> None:
+    """The scorers are reasoning-gym tasks that parse responses as code, math-verify, a number and a judge."""
     touched = tmp_path / "touched"
     forms = [form.format(text[: TOKENS - 60]) for text in hostile(touched) for form in FORMS]
-    said = random.Random(5).sample(forms, RESPONSES) + ["24"] * RESPONSES
+    responses = random.Random(5).sample(forms, RESPONSES) + ["24"] * RESPONSES
     tasks = [path.rsplit(".", 1)[1] for path in SCORERS["reasoning_gym"]]
     rows = []
     for number in range(25):
@@ -117,8 +120,8 @@ def test_a_run_goes_on_with_200_hostile_responses(model: list[str], tmp_path: Pa
         reward: dict[str, Any] = {"function": None, "functions": functions | {"judge": {"judge": judge}}, "workers": 2}
         reward |= {"timeout_seconds": 2.0, "max_failure_fraction": 1.0}
         metrics, samples, _ = _train(
-            tmp_path, said, *model, f"reward={json.dumps(reward)}", "run.steps=2", "data.apply_chat_template=false",
-            f"data.train={{source: {tmp_path / 'data.jsonl'}}}",
+            tmp_path, responses, *model, f"reward={json.dumps(reward)}", "run.steps=2",
+            "data.apply_chat_template=false", f"data.train={{source: {tmp_path / 'data.jsonl'}}}",
         )  # fmt: skip
     assert not touched.exists()
     first, second = ([sample for sample in samples if sample["step"] == step] for step in (1, 2))
@@ -127,29 +130,31 @@ def test_a_run_goes_on_with_200_hostile_responses(model: list[str], tmp_path: Pa
     assert failed and metrics[0]["reward/failures"] == pytest.approx(len(failed) / RESPONSES)
     assert any("pattern takes more than" in sample["score_failure"] for sample in failed)
     assert all(sample["score"] >= 2 for sample in second if "score_failure" not in sample)
-    assert sum("score_failure" in sample for sample in second) <= RESPONSES / 5, "the pattern's, and no other"
+    assert sum("score_failure" in sample for sample in second) <= RESPONSES / 5, (
+        "only samples with the endless pattern fail"
+    )
     assert [line["step"] for line in metrics] == [1, 2]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"programs are confined nowhere here: {why_not()}")
-def test_a_run_goes_on_with_hostile_programs(model: list[str], tmp_path: Path) -> None:
-    """In the `python` tool, of which the model is told what became of them."""
+@pytest.mark.skipif(bool(why_not()), reason=f"this machine cannot confine programs: {why_not()}")
+def test_run_continues_with_hostile_programs(model: list[str], tmp_path: Path) -> None:
+    """The programs run in the `python` tool, which returns their results to the model."""
     (tmp_path / "neighbour").mkdir()
-    neighbour = Neighbour(tmp_path / "neighbour")
+    victim = Neighbour(tmp_path / "neighbour")
     try:
-        calls = [{"name": "python", "arguments": {"code": code}} for code in neighbour.attacks()]
-        said = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
+        calls = [{"name": "python", "arguments": {"code": code}} for code in victim.attacks()]
+        responses = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
         (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "24"}}\n' for n in range(25)))
         tools = {"name": "tools", "arguments": {"tools": ["python"]}, "tools": {"workers": 2}}
         metrics, samples, _ = _train(
-            tmp_path, said, *model, "run.steps=1", "reward.function=number", "rollout.samples_per_prompt=4",
+            tmp_path, responses, *model, "run.steps=1", "reward.function=number", "rollout.samples_per_prompt=4",
             "actor.minibatch_sequences=100", f"rollout.environment={json.dumps(tools)}", 
             "data.apply_chat_template=true", f"data.train={{source: {tmp_path / 'data.jsonl'}}}",
         )  # fmt: skip
-        assert neighbour.is_untouched()
+        assert victim.is_untouched()
         assert len(samples) == 100 and SECRET not in json.dumps(samples)
         assert metrics[0]["tool/python/calls"] > 0.9 and metrics[0]["reward/mean"] > 0.5
     finally:
-        neighbour.process.kill()
-        neighbour.process.wait()
-        neighbour.server.close()
+        victim.process.kill()
+        victim.process.wait()
+        victim.server.close()

@@ -1,4 +1,4 @@
-"""Runs whose prompts are always in flight: they learn, and go on where they were killed or stopped."""
+"""Runs with prompts that are always in flight: training, and resumes after kills and stops."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ FOUR = ("rollout.ahead=4", "rollout.max_lag=4")
 
 
 def replayed(run: Path) -> tuple[str, ...]:
-    """Settings that train on what a run recorded; the engine answers evaluations."""
+    """Return settings that train on the recorded arrivals of a run. The engine answers only evaluations."""
     return ("rollout.engine=transformers", *TWO[1:], f"rollout.replay_arrivals={run / 'arrivals'}")
 
 
 def assert_replayed(recorded: Path, again: Path) -> None:
-    """The same metrics, weights and texts to the last bit."""
+    """Check that metrics, weights and texts are bitwise equal."""
     assert timeless(recorded / "metrics.jsonl") == timeless(again / "metrics.jsonl")
     for name in ("final/model.safetensors", "samples.jsonl"):
         assert (recorded / name).read_bytes() == (again / name).read_bytes()
 
 
-def test_a_run_repeats_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    """An engine that gives the same answers at the same time: the run that was killed is the one that was not. Kills
-    come when a step has taken its samples, in several rounds, and before answers go on under new weights. What it
-    recorded trains a run without that engine to the same bits, also where that is killed, and on one rank."""
+def test_recorded_and_killed_runs_repeat_exactly(tmp_path: Path) -> None:
+    """The engine returns the same answers at the same times, so a killed run equals an uninterrupted run. The kills
+    follow the sampling of a step with several rounds, and precede answers under new weights. The record of a run
+    trains a run without this engine to the same bits, also after a kill, and on one rank."""
     killed, again, alone = (tmp_path / name for name in ("killed", "again", "alone"))
     recorded = (*TWO, *SHORT, *SELECTED, "rollout.record_arrivals=true")
     one = ("actor.layout={}", "critic.layout={}", "run.steps=3")
@@ -70,9 +70,10 @@ ROUNDS = (*ENGINE, "run.steps=4", "checkpoint.every_steps=1", "rollout.dynamic_s
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_further_rounds_sample_with_the_weights_of_the_first(tmp_path: Path, ahead: int) -> None:
-    """Rewards make further rounds of most steps necessary. A run that is killed after the first round of a step was
-    sampled with the actor's older weights is the run that was not killed: round two has the same weights."""
+def test_later_rounds_sample_with_the_first_weights(tmp_path: Path, ahead: int) -> None:
+    """Most steps need several rounds. After the first round of a step with older weights of the
+    actor, the run is killed. The resumed run samples the second round with the same weights and equals an
+    uninterrupted run."""
     settings = (*ROUNDS, f"rollout.ahead={ahead}")
     killed = tmp_path / "killed"
     attempts(
@@ -93,11 +94,11 @@ def test_further_rounds_sample_with_the_weights_of_the_first(tmp_path: Path, ahe
     [((), ("actor.layout={pipeline_parallel: 2}",)), (("rollout.dynamic_sampling=null",), ())],
     ids=["layout", "rounds"],
 )
-def test_further_rounds_without_older_weights_record_the_version_that_they_have(
+def test_rounds_without_older_weights_record_their_version(
     tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
-    """The older weights cannot be restored on another layout, and a checkpoint of a run without further rounds lacks
-    them. Further rounds sample with the actor's own weights."""
+    """The older weights cannot be restored on another layout, and a checkpoint of a run with one round per step does
+    not contain them. Later rounds then sample with the current weights of the actor."""
     settings, run = (*ROUNDS, "rollout.ahead=1"), tmp_path / "run"
     attempts(
         tmp_path,
@@ -109,9 +110,9 @@ def test_further_rounds_without_older_weights_record_the_version_that_they_have(
     assert line["mismatch/own_weights"] < 1e-4 < line["mismatch/mean"]
 
 
-def test_a_run_that_is_stopped_keeps_what_is_finished(tmp_path: Path) -> None:
-    """A run that was one step ahead, and is killed, goes on with prompts in flight, is stopped, and goes on with one
-    rank: from then on every sample is finished once, and no more of them than its steps train on."""
+def test_stopped_run_keeps_finished_samples(tmp_path: Path) -> None:
+    """A run with `rollout.ahead=1` is killed. It continues with prompts in flight, is stopped, and continues on one
+    rank. Every sample after the first step is finished exactly once, and the steps train on all finished samples."""
     run, log = tmp_path / "stopped", tmp_path / "finished"
     settings = (*TWO, *SHORT, f"rollout.engine_options={{log: {log}}}")
     stop = {"rank": 1, "step": 3, "at": "rollout", "signal": "SIGUSR1"}
@@ -130,8 +131,8 @@ def test_a_run_that_is_stopped_keeps_what_is_finished(tmp_path: Path) -> None:
     assert sum(line["rollout/dropped"] for line in lines[2:]) == 0
 
 
-def test_episodes_in_flight_that_are_killed_and_stopped(tmp_path: Path) -> None:
-    """A run goes on with the episodes that were over and begins others anew; it trains on whole steps of them."""
+def test_kills_and_stops_with_episodes_in_flight(tmp_path: Path) -> None:
+    """A resumed run keeps the finished episodes, restarts the others, and trains on complete steps."""
     run, turns = tmp_path / "run", "{name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}"
     settings = (
         "rollout.engine=tests.support.talking:TalkingEngine", "algorithm.old_logprob=corrected", "rollout.ahead=2",
@@ -163,11 +164,12 @@ def test_episodes_in_flight_that_are_killed_and_stopped(tmp_path: Path) -> None:
     ],
 )
 def test_learning_four_steps_behind(tmp_path: Path, steps: int, reward: float, rates: list[str]) -> None:
-    """The quickstart's task with half of its learning rates and answers up to four syncs old, to where a synchronous
-    run comes with them in as many steps, or a good part of the way."""
-    words = ["train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *ENGINE, *FOUR]
-    words += [f"run.steps={steps}", *rates]
-    done = start("megappo", *words, processes=2, timeout_seconds=590)
+    """The quickstart learns its task with half of its learning rates and answers that are up to four syncs old. The
+    final reward is close to that of a synchronous run with the same settings; the short case requires a part of this
+    progress."""
+    arguments = ["train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *ENGINE, *FOUR]
+    arguments += [f"run.steps={steps}", *rates]
+    done = start("megappo", *arguments, processes=2, timeout_seconds=590)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert max(line["rollout/lag_max"] for line in lines[1:]) == 4

@@ -34,8 +34,8 @@ EPISODES = (
 
 @pytest.mark.parametrize("overrides", [(), GRPO, EPISODES], ids=["gae", "grpo", "episodes"])
 def test_runs_log_the_metrics_of_their_settings(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    words = [*SMALL, *overrides, f"run.directory={tmp_path / 'run'}"]
-    done = start("megappo", "train", "configs/quickstart.yaml", *words, processes=1, timeout_seconds=120)
+    arguments = [*SMALL, *overrides, f"run.directory={tmp_path / 'run'}"]
+    done = start("megappo", "train", "configs/quickstart.yaml", *arguments, processes=1, timeout_seconds=120)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     config = load_config(tmp_path / "run" / "config.yaml")
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,6 +1,6 @@
-"""Runs that train adapters: killed and resumed, their reference without weights of its own, exported, started from.
+"""Runs with adapters: resume after a kill, a reference that shares the base of the actor, export, and start.
 
-That a step of theirs is exact in every layout is in test_conformance.py.
+`test_conformance.py` checks the exactness of their steps in every layout.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ OWN, SHARED = "reference={}", "reference={share_actor_base: true}"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of two steps with adapters on actor (TP 2 with SP) and critic (two replicas), in bfloat16 and off the
-    device while they rest: `whole` and `killed`, and one with a reference of its own, `own`.
+    """Run two steps in bfloat16 with adapters on actor (TP 2 with SP) and critic (two replicas), both offloaded.
 
-    Then `again` starts from the actor of `whole` and `peft` from a PEFT folder, on other layouts and learning nothing;
-    others are refused.
+    The runs are `whole`, `killed`, and `own`, which has a separate copy of the reference. Then `again` starts
+    from the actor of `whole`, and `peft` starts from a PEFT folder, on other layouts with a learning rate near
+    zero. Other starts are refused.
     """
     root = tmp_path_factory.mktemp("lora")
     model = write_model(root / "model", "qwen3", 3, vocab_size=17, tie_word_embeddings=True)
@@ -85,9 +85,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ADAPTED)
-def test_every_matrix_of_every_family(family: str, tmp_path: Path) -> None:
-    """With adapters on one kind of matrix, and on all, whose B are not small: log-probabilities, gradients, and the
-    weights that engines get and exports hold are those of PEFT's formula W + scale B A; so they are after a step."""
+def test_adapters_on_every_matrix_of_a_family(family: str, tmp_path: Path) -> None:
+    """Adapters are on one kind of matrix or on all kinds, with large B. Log-probabilities, gradients, and the weights
+    for engines and exports equal the PEFT formula W + scale B A, also after a step."""
     folder = write_model(tmp_path / "model", family, 3, num_hidden_layers=2)
     targets = target_names(read_architecture(folder))
     kinds = {"all": targets, **{name: (name,) for name in targets}}
@@ -95,16 +95,16 @@ def test_every_matrix_of_every_family(family: str, tmp_path: Path) -> None:
         name: str(write_adapters(tmp_path / name, folder, rank=3, alpha=6, seed=4, targets=chosen, b_std=0.5))
         for name, chosen in kinds.items()
     }
-    found = ask("adapters_worker.py", 1, {"folder": str(folder), "adapters": adapters})
-    assert found.keys() == kinds.keys()
-    for name, errors in found.items():
+    errors_of_kind = ask("adapters_worker.py", 1, {"folder": str(folder), "adapters": adapters})
+    assert errors_of_kind.keys() == kinds.keys()
+    for name, errors in errors_of_kind.items():
         assert errors.pop("moved") > 0.1 and errors.pop("stepped") > 1e-3, f"{name}: {errors}"
         assert max(errors.values()) < 1e-5, f"{name}: {errors}"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
-def test_an_engine_computes_what_adapters_have_learned(family: str, tmp_path: Path) -> None:
-    """Gemma's, which begin at B = 0, where a norm before or behind them is the same."""
+def test_engine_and_trainer_agree_on_trained_adapters(family: str, tmp_path: Path) -> None:
+    """At the start, the B matrices of Gemma are zero, so the position of the norms has no effect."""
     model = write_model(tmp_path / "model", family, 3, vocab_size=16, num_hidden_layers=2)
     settings = (
         "run.steps=3", "checkpoint=null", "evaluation=null", "actor.optimizer.learning_rate=0.01", f"actor.lora={LORA}",
@@ -116,19 +116,19 @@ def test_an_engine_computes_what_adapters_have_learned(family: str, tmp_path: Pa
     assert len(steps) == 3 and all(line["mismatch/max"] < 1e-4 for line in steps), steps
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(world: Path) -> None:
+def test_killed_run_resumes_bitwise_equal(world: Path) -> None:
     assert_same_run(world / "whole", world / "killed", 2)
 
 
-def test_a_reference_without_weights_of_its_own_is_the_base_to_the_last_bit(world: Path) -> None:
-    """The whole run is the one whose reference is a second copy of the model."""
+def test_shared_reference_equals_a_separate_reference(world: Path) -> None:
+    """A run with the shared base equals a run with a second copy of the model as its reference."""
     assert timeless(world / "whole/metrics.jsonl") == timeless(world / "own/metrics.jsonl")
     assert timeless(world / "whole/metrics.jsonl")[-1]["kl/mean"] != 0
     finals = [(world / run / "final/model.safetensors").read_bytes() for run in ("whole", "own")]
     assert finals[0] == finals[1]
 
 
-def test_checkpoints_hold_adapters_alone(world: Path) -> None:
+def test_checkpoints_contain_only_adapters(world: Path) -> None:
     stored = whole_tensors(world / "whole/checkpoints/step-000002")
     kinds = ("weight", "exp_avg", "exp_avg_sq")
     heads = {f"critic.{kind}.value_head.{name}" for kind in kinds for name in ("weight", "bias")}
@@ -138,24 +138,24 @@ def test_checkpoints_hold_adapters_alone(world: Path) -> None:
     assert written == planned
 
 
-def test_the_base_stays_as_it_was(world: Path) -> None:
-    """What the engine and the export get is merged anew each time."""
+def test_base_weights_are_unchanged(world: Path) -> None:
+    """The weights for the engine and the export are merged from the base each time."""
     base, final = (load_file(world / f / "model.safetensors") for f in ("model", "whole/final"))
     for name, tensor in final.items():
         is_adapted = name.removesuffix(".weight").endswith("_proj")
         assert torch.equal(tensor, base[name].bfloat16()) != is_adapted, name
 
 
-def test_exports_are_the_final_model_and_a_folder_of_peft(world: Path, tmp_path: Path) -> None:
+def test_exports_of_the_merged_model_and_peft(world: Path, tmp_path: Path) -> None:
     export_run(str(world / "whole"), str(tmp_path / "merged"))
     final = load_file(world / "whole/final/model.safetensors")
     merged = load_file(tmp_path / "merged/model.safetensors")
     assert merged.keys() == final.keys()
-    for name, tensor in final.items():  # each rounded once, of sums in another order
+    for name, tensor in final.items():  # each result is rounded once, from sums in a different order
         torch.testing.assert_close(merged[name], tensor, rtol=2**-7, atol=1e-6)
     export_run(str(world / "peft"), str(tmp_path / "peft"), form="peft")
-    given, exported = (load_file(f / "adapter_model.safetensors") for f in (world / "adapters", tmp_path / "peft"))
-    assert given.keys() == exported.keys() and all(torch.equal(given[name], exported[name]) for name in given)
+    original, exported = (load_file(f / "adapter_model.safetensors") for f in (world / "adapters", tmp_path / "peft"))
+    assert original.keys() == exported.keys() and all(torch.equal(original[name], exported[name]) for name in original)
     tokens = torch.arange(1, 12)[None]
     logits = []
     for folder, adapters in ((world / "model", tmp_path / "peft"), (world / "peft/final", None)):
@@ -167,37 +167,38 @@ def test_exports_are_the_final_model_and_a_folder_of_peft(world: Path, tmp_path:
     assert "score.weight" in load_file(tmp_path / "critic/model.safetensors")
 
 
-def test_a_run_starts_from_the_adapters_of_another(world: Path, tmp_path: Path) -> None:
-    """On another layout; it learns nothing."""
+def test_run_starts_from_existing_adapters(world: Path, tmp_path: Path) -> None:
+    """The new run has another layout and a learning rate near zero."""
     stored = [whole_tensors(world / run) for run in ("whole/checkpoints/step-000002", "again/checkpoints/step-000001")]
     names = [name for name in stored[0] if name.startswith("actor.weight.")]
-    assert len(names) == 4 * 2 * 5 + 4 * 2  # of q, k and v B are one
+    assert len(names) == 4 * 2 * 5 + 4 * 2  # q, k and v share one B
     assert all(torch.equal(stored[0][name], stored[1][name]) for name in names)
 
 
-def test_what_cannot_be_is_said(world: Path, tmp_path: Path) -> None:
-    said = (world / "output").read_text()
-    assert "its actor has only adapters, but without actor.lora all weights are trained" in said
-    assert "it contains whole weights, but actor.lora trains adapters of the model that the settings name" in said
-    assert "its adapters are {" in said and "actor.lora requires {" in said
-    assert "so its checkpoints contain other tensors; set it back, or choose another run.directory" in said
-    assert "the weights of the actor's base are not those the run began with" in said
-    assert "megappo/commands/train.py" not in said  # no traceback of ours
+def test_impossible_starts_and_exports_are_refused(world: Path, tmp_path: Path) -> None:
+    output = (world / "output").read_text()
+    assert "its actor has only adapters, but without actor.lora all weights are trained" in output
+    assert "it contains whole weights, but actor.lora trains adapters of the model that the settings name" in output
+    assert "its adapters are {" in output and "actor.lora requires {" in output
+    assert "so its checkpoints contain other tensors; set it back, or choose another run.directory" in output
+    assert "the weights of the actor's base are not those the run began with" in output
+    assert "megappo/commands/train.py" not in output  # no traceback of megappo
     with pytest.raises(ValueError, match=r"a PEFT folder cannot contain the value head of a critic"):
         export_run(str(world / "whole"), str(tmp_path / "critic"), "critic", form="peft")
     marker = world / "moved/checkpoints/step-000001/checkpoint.json"
     assert "actor's base" in json.loads(marker.read_text())["body"]["content"]["identity"]
-    assert PREFIX not in said
+    assert PREFIX not in output
 
 
 @pytest.mark.learning
 @pytest.mark.timeout(5400)
 def test_smollm2_learns_sums_with_adapters(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Adapters of rank 16 beside both models, in one process of one thread. What was sampled in the last five steps,
-    and greedy answers to all sums, are right nine times in ten; before, greedy ones were half the time."""
+    """Both models have adapters of rank 16, in one process with one thread. At least nine of ten samples of the last
+    five steps, and of the greedy answers to all sums, are right. Before training, about half of the greedy answers
+    are right."""
     model = request.config.getoption("smollm2")
     if model is None:
-        pytest.skip("give SmolLM2-135M-Instruct's folder as --smollm2 FOLDER")
+        pytest.skip("set the folder of SmolLM2-135M-Instruct with --smollm2 FOLDER")
     roles = (
         f"{role}.{setting}"
         for role in ("actor", "critic")
@@ -205,9 +206,9 @@ def test_smollm2_learns_sums_with_adapters(tmp_path: Path, request: pytest.Fixtu
             "layout={}", "lora={rank: 16, alpha: 32}", "optimizer.learning_rate=5.0e-4", "optimizer.schedule=cosine"
         )
     )  # fmt: skip
-    words = ["train", "configs/smollm2_arithmetic.yaml", f"model.path={model}", f"run.directory={tmp_path / 'run'}"]
-    words += [*roles, "rollout.max_response_tokens=12", "runtime.threads_per_rank=1"]
-    done = start("megappo", *words, processes=0, timeout_seconds=5300)
+    arguments = ["train", "configs/smollm2_arithmetic.yaml", f"model.path={model}", f"run.directory={tmp_path / 'run'}"]
+    arguments += [*roles, "rollout.max_response_tokens=12", "runtime.threads_per_rank=1"]
+    done = start("megappo", *arguments, processes=0, timeout_seconds=5300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     sampled = [line["reward/mean"] for line in lines if "reward/mean" in line]

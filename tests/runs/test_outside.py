@@ -1,4 +1,4 @@
-"""Runs with an engine, a reward, a data source and a model family that are no part of megappo, named by their paths."""
+"""Runs with an engine, a reward, a data source and a model family outside megappo, which the settings name by path."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SHORT = (
 )  # fmt: skip
 
 
-def megappo_with(folder: Path, part: str, *words: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
-    """The command line where a file of ours stands in a folder of the user's as `of_mine`."""
+def megappo_with(folder: Path, part: str, *arguments: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run megappo with a file of the tests as the module `of_mine` in a folder of the user."""
     shutil.copy(ROOT / "tests" / "support" / part, folder / "of_mine.py")
     program = folder / "megappo_with_mine.py"
     program.write_text(PROGRAM.format(folder=str(folder)))
-    done = start(program, *words, processes=processes)
+    done = start(program, *arguments, processes=processes)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done
 
 
-def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
+def test_run_with_components_of_the_user(tmp_path: Path) -> None:
     file, scoring = tmp_path / "of_mine.py", tmp_path / "scoring.py"
     shutil.copy(ROOT / "tests" / "support" / "outside_reward.py", scoring)
     overrides = [
@@ -59,24 +59,25 @@ def test_a_run_of_the_users_own_parts(tmp_path: Path) -> None:
         "checkpoint={}",
     ]
     done = megappo_with(tmp_path, "outside.py", "train", "configs/quickstart.yaml", *overrides, processes=2)
-    said = " ".join(done.stdout.replace("│", "").split())
-    assert "of_mine:PlainEngine on every rank" in said
-    assert "of_mine:PlainEngine' are planned as for the embedded engine" in said
+    output = " ".join(done.stdout.replace("│", "").split())
+    assert "of_mine:PlainEngine on every rank" in output
+    assert "of_mine:PlainEngine' are planned as for the embedded engine" in output
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["mismatch/mean"] < 1e-4 and line["actor/updates"] > 0 for line in lines[1:])
     assert all(0 < line["reward/mean"] < 1 for line in lines[1:])
-    assert "of_mine:rest_of_rewards (gamma" in said and "policy loss of_mine:reinforce" in said
+    assert "of_mine:rest_of_rewards (gamma" in output and "policy loss of_mine:reinforce" in output
     assert all(line["actor/surprise"] > 0 and line["actor/clipfrac"] == 0 for line in lines[1:])
     (marker,) = (tmp_path / "run" / "checkpoints").glob("*/checkpoint.json")
     digests = {str(own): hashlib.sha256(own.read_bytes()).hexdigest() for own in (file, scoring)}
     assert read_marker(marker.parent).content["own_files"] == digests
-    # Each rank was asked for its share of two steps and of the evaluations before the first and after the second.
+    # Each rank has its share of the requests of two steps and of the evaluations before step 1 and after step 2.
     assert [(tmp_path / f"asked-{rank}").read_text().split() for rank in (0, 1)] == [["2", "40", "40", "2"]] * 2
 
 
-def test_a_run_of_a_family_of_the_users(tmp_path: Path) -> None:
-    """Actor under TP2, critic under PP2: planned, trained, its checkpoint exported, and loaded by transformers."""
+def test_run_with_a_family_of_the_user(tmp_path: Path) -> None:
+    """The actor under TP2 and the critic under PP2 are planned and trained. The checkpoint is exported, and
+    transformers loads the export."""
     run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "out"
     shutil.copytree(ROOT / "configs/models/tiny_arithmetic", model)
     content = json.loads((model / "config.json").read_text())

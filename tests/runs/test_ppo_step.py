@@ -1,9 +1,9 @@
-"""One PPO step on special layouts against the one-process oracle: every number and every updated weight.
+"""One PPO step on special layouts, compared with a one-process oracle in every number and every updated weight.
 
-How features meet is in test_conformance.py.
+Combinations of features are in test_conformance.py.
 
-Epochs, minibatches, microbatches, KL in reward and in loss, dual clip, value clip, entropy, weight decay,
-gradient clipping, temperature; padding is NaN.
+The steps cover epochs, minibatches, microbatches, KL in reward and in loss, dual clip, value clip, entropy, weight
+decay, gradient clipping and temperature. Padding is NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 SAMPLES, LAYERS = 12, 4
 NO_EXPERT = 255
 ENGINE = -1.0
-"""Log-probability of every token as the engine has it, where nothing else is said of a sample."""
+"""Log-probability of every token in the engine, unless a sample defines another value."""
 TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
 
@@ -53,7 +53,8 @@ ORACLE = Settings(
     actor_lr=2e-3,
     critic_lr=3e-3,
     weight_decay=0.1,
-    # With the usual 1e-8 Adam's first step is the sign of the gradient, also where that is rounding noise.
+    # With the usual 1e-8, the first step of Adam is the sign of the gradient, even if the gradient is only rounding
+    # noise.
     adam_eps=1e-3,
 )
 
@@ -61,7 +62,7 @@ PARTS = ["recompute=selective", "recompute_modules=[core_attn, mlp]"]
 CP2 = ["actor.layout.context_parallel=2", "critic.layout.context_parallel=2"]
 OFFLOAD = [f"{role}.offload=true" for role in ("actor", "critic", "reference")]
 SHARDED = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
-# A part of the optimizer on the host, all of it, and what Megatron gathers late.
+# Optimizers partly on the host, completely on the host, and with delayed all-gathers of Megatron.
 TP2 = [f"{r}.layout.{x}" for r in ("actor", "critic") for x in ("tensor_parallel=2", "sequence_parallel=false")]
 OFFLOADED = {
     "tp2-offload": [*TP2, *OFFLOAD],
@@ -103,7 +104,7 @@ TWO_PROCESSES: dict[str, list[str]] = {
     ],
 }
 SP2 = TWO_PROCESSES["sp2"]
-# Four layers on three stages, and five on four chunks.
+# Four layers on three stages, and five layers on four chunks.
 THREE_PROCESSES = {"pp3-uneven": [f"{role}.layout.pipeline_parallel=3" for role in ("actor", "critic")]}
 UNEVEN_CHUNKS = {"vpp2-five": [*TWO_PROCESSES["vpp2"], "critic.layout.pipeline_layers=[1, 1, 2, 1]"]}
 FOUR_PROCESSES = {
@@ -114,8 +115,8 @@ FOUR_PROCESSES = {
         *(f"{r}.optimizer.{x}=true" for r in ("actor", "critic") for x in ("distributed", "overlap_grad_reduce")),
     ],
 }
-# Models with experts. Ranks may hold them within a tensor parallel group, across context ranks or data replicas. With
-# "replay" samples say which experts the actor has to take, others than its routers would.
+# Models with experts. Expert parallel ranks are inside a tensor parallel group, or span context ranks or data
+# replicas. In "replay", samples contain routing for the actor that differs from the choice of its routers.
 EP2 = ["actor.layout.expert_parallel=2", "critic.layout.expert_parallel=2"]
 BALANCE = {"actor": 0.05, "critic": 0.02}
 BALANCED = [f"{role}.router_aux_loss_coef={weight}" for role, weight in BALANCE.items()]
@@ -148,7 +149,7 @@ FOUR_EXPERTS: dict[str, list[str]] = {
 EIGHT_PROCESSES = {
     "tp2-pp2-cp2": [*CP2, *TWO_PROCESSES["tp2"], *TWO_PROCESSES["pp2"], "actor.optimizer.distributed=true"]
 }
-# Policy losses that are no part of megappo. GSPO clips its near ratios so narrowly that there is something to clip.
+# Policy losses outside megappo. The clip range of GSPO is narrow enough that some ratios are clipped.
 CISPO = [
     "algorithm.policy_loss=tests.examples.cispo:cispo",
     f"algorithm.policy_loss_options={{high: {ORACLE.clip_high}}}",
@@ -159,8 +160,8 @@ GSPO = [
     f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
     "algorithm.loss_aggregation=seq-mean-token-mean",
 ]
-# Those that megappo has, each in another layout; the rest differ from these by a formula alone. An engine that says
-# about what the policy does leaves tokens on both sides of the band.
+# Built-in policy losses on different layouts. The other losses differ only in the formula. The
+# log-probability of the engine is close to the policy, so tokens are on both sides of the band.
 ENGINES_OWN = -5.2
 BUILT_IN: dict[str, tuple[dict[str, float], list[str]]] = {
     "dis-tp2": ({"band_low": 0.3, "band_high": 0.5}, ["algorithm.old_logprob=bypass", *TWO_PROCESSES["tp2"]]),
@@ -170,18 +171,18 @@ BUILT_IN: dict[str, tuple[dict[str, float], list[str]]] = {
     "dppo_tv-cp2": ({"band_low": 1e-5, "band_high": 2e-5, "weight_cap": 1.2}, CP2),
     "dppo_tv-mixed": ({"band_low": 1e-5, "band_high": 2e-5}, TWO_PROCESSES["mixed"]),
 }
-_GIVEN = {"band_low": "band.low", "band_high": "band.high", "weight_cap": "band.cap"} | {
+_BAND_SETTINGS = {"band_low": "band.low", "band_high": "band.high", "weight_cap": "band.cap"} | {
     f"gate_{sign}": f"gate.{sign}" for sign in ("positive", "negative")
 }
 OF_BANDS = {
     name: [
         f"algorithm.policy_loss={name.split('-')[0]}",
-        *(f"algorithm.{_GIVEN[key]}={value}" for key, value in band.items()),
+        *(f"algorithm.{_BAND_SETTINGS[key]}={value}" for key, value in band.items()),
         *layout,
     ]
     for name, (band, layout) in BUILT_IN.items()
 }
-# Critics of which a part is frozen: what the settings say, and names of the oracle's parameters.
+# Critics with a frozen part: settings, and patterns for the names of parameters in the oracle.
 EXPERTS_OF_ALL = "model.layers.*.mlp.experts.*"
 FROZEN: dict[str, tuple[str, list[str]]] = {
     "frozen-sp2": (r"self_attn", ["critic.freeze=attention", *SP2]),
@@ -195,13 +196,13 @@ FROZEN: dict[str, tuple[str, list[str]]] = {
     ),
     "frozen-cp2-ep2-experts": (r"mlp\.experts", [f"critic.freeze=['{EXPERTS_OF_ALL}']", *CP2, *EP2]),
 }
-# Models with caps, norms behind layers and layers that differ.
+# Models with logit caps, norms after layers, and several kinds of layers.
 GEMMA = {
     "sp2-recompute-gemma2": [*SP2, *(f"{r}.recompute=full" for r in ("actor", "critic"))],
     "pp2-gemma3_text": TWO_PROCESSES["pp2"],
     "tp2-gemma4_text": TWO_PROCESSES["tp2"],
 }
-# Estimators without a critic: they compare the samples of a prompt, or use the returns as advantages.
+# Estimators without a critic. Advantages are comparisons of the samples of a prompt, or returns.
 GROUP = 4
 WITHOUT_CRITIC = {
     f"{estimator}-{layout}": [
@@ -209,29 +210,29 @@ WITHOUT_CRITIC = {
         "critic=null",
         f"rollout.samples_per_prompt={GROUP}",
         f"rollout.prompts_per_step={SAMPLES // GROUP}",
-        *(words for words in TWO_PROCESSES[layout] if words.startswith("actor")),
+        *(setting for setting in TWO_PROCESSES[layout] if setting.startswith("actor")),
     ]
     for estimator, layout in (("grpo", "tp2"), ("rloo", "pp2"), ("reinforce_plus_plus", "dp2"))
 }
 OF_USERS = {f"{name}-tp2": [*loss, *TWO_PROCESSES["tp2"]] for name, loss in (("cispo", CISPO), ("gspo", GSPO))}
 ONE_PROCESS: dict[str, list[str]] = {"one": [], "one-tied": [], "one-experts": []}
-# The first update of a step: one epoch, and no learning where there are several updates.
+# The first update of a step. With several updates, the learning rate is near zero.
 FIRST_UPDATE = {
     "same-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
     "same-packs-pp2": [*TWO_PROCESSES["pp2"], "actor.epochs=1", "actor.minibatch_sequences=12"],
     "other-packs-tp2": [*TWO_PROCESSES["tp2"], "actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
     "other-packs-dp2": ["actor.epochs=1", "actor.optimizer.learning_rate=1e-30"],
 }
-# One sample's score is infinite, so every loss is.
+# The score of one sample is infinite, so every loss is infinite.
 NON_FINITE = {
     "nonfinite-skip": [*TWO_PROCESSES["mixed"], "algorithm.on_nonfinite=skip"],
     "nonfinite-stop": TWO_PROCESSES["mixed"],
 }
 TWICE = ("one", "tp2", "tp2-offload", "pp2", "dppo_kl-dp2", *NON_FINITE)
-"""Scenarios in whose step every sample comes twice."""
+"""Scenarios with two epochs."""
 ONCE = [f"{role}.epochs=1" for role in ("actor", "critic")]
-"""Half the work: two updates of each role, of which the second is off its policy."""
-# Rounding of bfloat16 is much larger than what a layout changes.
+"""One epoch with two updates of each role; the second update is off-policy."""
+# Errors of bfloat16 rounding exceed the differences between layouts by far.
 ON_HOST_ROUNDED = ["model.dtype=bfloat16", *(f"{r}.optimizer.on_host=0.5" for r in ("actor", "critic")), *OFFLOAD]
 ROUNDED = {"one-bfloat16": ["model.dtype=bfloat16"], "cp2-bfloat16": [*CP2, "model.dtype=bfloat16"]}
 WITH_ORACLE = {
@@ -263,8 +264,8 @@ LARGE = (
     "tp2-pp2-cp2", "sp2-ep4-experts", "ep2-experts", "dp2-distributed-offload", "dp2-overlap", "tp2-offload",
     "gspo-cp2", "pp2-recompute-parts",
 )  # fmt: skip
-"""Whose axes and features meet in other steps, here and in test_conformance.py."""
-# Scenarios say by the end of their names which one.
+"""Scenarios whose axes and features are also covered by other steps, here and in test_conformance.py."""
+# The end of the name of a scenario selects the model.
 MODELS = {
     "model": "qwen3",
     "model-tied": "qwen3",
@@ -282,7 +283,7 @@ MODELS = {
 
 
 def base_config(folder: Path) -> dict[str, Any]:
-    """The settings that ORACLE spells out."""
+    """Return the settings that correspond to ORACLE."""
     o = ORACLE
     role = {"epochs": 2, "minibatch_sequences": 6, "microbatch_budget_tokens": 40}
     optimizer = {"weight_decay": o.weight_decay, "clip_grad_norm": o.clip_grad_norm, "eps": o.adam_eps}
@@ -318,28 +319,29 @@ def random_samples() -> list[dict[str, Any]]:
     samples = []
     for _ in range(SAMPLES):
         prompt, response = (int(torch.randint(low, high, (), generator=g)) for low, high in ((2, 12), (1, 20)))
-        # Not the padding token 0: transformers keeps its embedding at zero and without gradient.
+        # The padding token 0 is excluded, because transformers keeps its embedding at zero and without gradient.
         tokens = torch.randint(1, VOCAB, (prompt + response,), generator=g).tolist()
         samples.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
     return samples
 
 
 def with_routing(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same samples with experts at random for each token in each layer, but for those that nobody says: of every
-    seventh token in one layer, whose experts are no expert's numbers, and of another in all, whose are the same."""
+    """Return the samples with random experts for each token in each layer. Routing is missing for every seventh token
+    in layer 1, where the expert indices are invalid, and for other tokens in all layers, where both indices are
+    equal."""
     g = torch.Generator().manual_seed(9)
-    found = []
+    routed = []
     for sample in samples:
         tokens = len(sample["tokens"]) - 1
         routing = torch.rand(tokens, LAYERS, EXPERTS["num_experts"], generator=g).topk(EXPERTS["num_experts_per_tok"])
         chosen = routing.indices
         chosen[::7, 1], chosen[3::7] = NO_EXPERT, 5
-        found.append({**sample, "routing": chosen.tolist()})
-    return found
+        routed.append({**sample, "routing": chosen.tolist()})
+    return routed
 
 
-def told(sample: dict[str, Any]) -> torch.Tensor | None:
-    """The routing of a sample as the oracle wants it."""
+def routing_of(sample: dict[str, Any]) -> torch.Tensor | None:
+    """Return the routing of a sample in the format of the oracle, with -1 for missing routing."""
     if "routing" not in sample:
         return None
     routing = torch.tensor(sample["routing"])
@@ -347,7 +349,7 @@ def told(sample: dict[str, Any]) -> torch.Tensor | None:
 
 
 class World:
-    """Models, configurations, and scenarios that run when the first test asks for them."""
+    """Models, configurations, and scenarios that run at their first use."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -355,7 +357,7 @@ class World:
         self._results: dict[str, dict[str, Any]] = {}
 
     def folder(self, scenario: str) -> Path:
-        """The model of a scenario; its configuration and its reference stand beside it."""
+        """Return the model of a scenario. Its configuration and its reference are in the same folder."""
         name = next(name for name in reversed(MODELS) if scenario.endswith(name.removeprefix("model")))
         folder = self.root / name
         if not folder.exists():
@@ -364,20 +366,23 @@ class World:
                 "tie_word_embeddings": name == "model-tied",
                 "num_hidden_layers": 5 if name == "model-five" else 4,
             }
-            # Near the actor: the estimator of KL is clamped for tokens that differ by more than three nats.
+            # The reference is close to the actor, because the KL estimator is clamped for tokens that differ by more
+            # than three nats.
             write_model(reference_of(folder), family, 11, noise=0.02, **changes)
             folder.with_suffix(".yaml").write_text(yaml.safe_dump(base_config(folder)))
             write_model(folder, family, 11, **changes)
         return folder
 
     def result(self, scenario: str) -> dict[str, Any]:
-        """Metrics, numbers of samples and minibatches, of the step that `out(scenario)` has the weights of."""
+        """Return metrics, numbers of samples, and minibatches of the step. `out(scenario)` contains its weights."""
         if scenario not in self._results:
-            processes, overrides = next((n, found[scenario]) for n, found in SCENARIOS.items() if scenario in found)
+            processes, overrides = next(
+                (n, scenarios[scenario]) for n, scenarios in SCENARIOS.items() if scenario in scenarios
+            )
             epochs = (
                 ()
                 if scenario in TWICE
-                else [words for words in ONCE if "critic=null" not in overrides or "act" in words]
+                else [setting for setting in ONCE if "critic=null" not in overrides or "act" in setting]
             )
             spoiled = [{**self.samples[0], "score": math.inf}, *self.samples[1:]]
             case = {
@@ -390,7 +395,7 @@ class World:
         return self._results[scenario]
 
     def samples_of(self, scenario: str) -> list[dict[str, Any]]:
-        """What the step is made of."""
+        """Return the samples of the step."""
         if scenario == "dis-tp2":
             return [{**sample, "engine": ENGINES_OWN} for sample in self.samples]
         if scenario in WITHOUT_CRITIC:
@@ -398,12 +403,12 @@ class World:
         return with_routing(self.samples) if "replay" in scenario else self.samples
 
     def ran(self, scenario: str) -> str:
-        """The scenario, which has run."""
+        """Run the scenario and return its name."""
         self.result(scenario)
         return scenario
 
     def out(self, scenario: str) -> Path:
-        """The weights after the step: actor.safetensors and critic.safetensors."""
+        """Return the folder of the weights after the step: actor.safetensors and critic.safetensors."""
         return self.root / scenario / "out"
 
 
@@ -417,7 +422,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel | None]:
-    """The same step in one process, with the minibatches the run drew."""
+    """Compute the same step in one process, with the minibatches of the run."""
     settings = copy.copy(ORACLE)
     if "seq-mean" in name or "gspo" in name:
         settings.aggregation = "seq-mean-token-mean"
@@ -439,16 +444,18 @@ def oracle(world: World, name: str) -> tuple[dict[str, Any], Any, ValueModel | N
 
 def oracle_step(
     folder: Path,
-    given: list[dict[str, Any]],
+    step_samples: list[dict[str, Any]],
     settings: Settings,
     minibatches: dict[str, list[list[int]]],
     adapters: Path | None = None,
     *,
     frozen: str | None = None,
 ) -> tuple[dict[str, Any], Any, ValueModel | None]:
-    """What was measured in the step, and the models behind it; no critic where the estimator has none.
+    """Compute the step and return the measured numbers, the actor, and the critic (None if the estimator has no
+    critic).
 
-    `adapters`: the trained parameters of actor and critic. `frozen`: the parameters of the critic that are not trained.
+    `adapters` is a folder with the trained parameters of actor and critic. `frozen` is a pattern of parameters of the
+    critic that are not trained.
     """
     actor, reference, trunk = (
         AutoModelForCausalLM.from_pretrained(
@@ -473,11 +480,11 @@ def oracle_step(
             s["response"],
             s["score"],
             s.get("engine", ENGINE),
-            told(s),
+            routing_of(s),
             s.get("group", 0),
             s.get("turn_rewards"),
         )
-        for s in given
+        for s in step_samples
     ]
     changed = changed_routing(actor, samples) if any(sample.routing is not None for sample in samples) else None
     of_critic = critic if settings.estimator == "gae" else None
@@ -492,9 +499,9 @@ def close(mine: torch.Tensor, truth: torch.Tensor, what: str, path: float = 0.0)
 
 
 def relative_error(mine: torch.Tensor, truth: torch.Tensor, *, path: float = 0.0) -> float:
-    """Of the whole tensor; `path`: what its updates moved it by, each counted, where that is more than it is. A single
-    number, such as a bias that begins at 0, may come back to near where it began: each step is rounded by what it is,
-    not by what is left of it."""
+    """Return the relative error of the whole tensor. `path` is the total length of the updates, which replaces the
+    norm if it is larger. A single number, such as a bias that starts at 0, may return close to its start, but the
+    rounding error of each step depends on the size of the step."""
     return float((mine.double() - truth.double()).norm() / truth.double().norm().clamp(min=max(path, 1e-6)))
 
 
@@ -504,7 +511,7 @@ def test_step_equals_the_oracle(world: World, name: str) -> None:
 
 
 def stored_weights(model: Any) -> dict[str, torch.Tensor]:
-    """By their names in files; of a value model with its head."""
+    """Return the weights by their names in files, including the head of a value model."""
     if not isinstance(model, ValueModel):
         return dict(stored_parameters(model))
     of_trunk = {f"model.{name}": parameter for name, parameter in stored_parameters(model.trunk)}
@@ -514,17 +521,18 @@ def stored_weights(model: Any) -> dict[str, torch.Tensor]:
 def check_step(
     result: dict[str, Any],
     out: Path,
-    given: list[dict[str, Any]],
+    step_samples: list[dict[str, Any]],
     measured: dict[str, Any],
     actor: Any,
     critic: ValueModel | None,
     *,
     base: Path | None = None,
 ) -> None:
-    """Every number and every updated weight of a run's step is the oracle's. `base`: the model under adapters."""
+    """Check that every number and every updated weight of the step equals the oracle. `base` is the model without
+    adapters."""
     models = {"actor": actor} | ({} if critic is None else {"critic": critic})
     for key in ("old_logprob", "advantages", *(() if critic is None else ("values", "returns"))):
-        mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(given))])
+        mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(len(step_samples))])
         close(mine, torch.cat(measured[key]), key)
     check_gauges(result["metrics"], measured)
     for role in models:
@@ -533,10 +541,10 @@ def check_step(
         counts = [u.pop("count") for u in updates]
         for metric in updates[0]:
             truth = sum(u[metric] for u in updates) / len(updates)
-            if metric in ("clipfrac", "ppo_kl", "entropy"):  # means over tokens, not over updates
+            if metric in ("clipfrac", "ppo_kl", "entropy"):  # means over tokens instead of updates
                 truth = sum(u[metric] * n for u, n in zip(updates, counts, strict=True)) / sum(counts)
             tolerance, least = (LOSS_TOLERANCE, 0.0) if metric == "loss" else (TOLERANCE, 1e-6)
-            # What each update may be wrong by; losses of several may cancel.
+            # The tolerance is the sum over updates, because losses of several updates may cancel.
             within = max(least, tolerance * sum(abs(u[metric]) for u in updates) / len(updates))
             assert result["metrics"][f"{role}/{metric}"] == pytest.approx(truth, rel=0, abs=within), metric
     if measured["changed"] is not None:
@@ -555,8 +563,8 @@ def check_step(
 
 
 def check_gauges(metrics: dict[str, float], measured: dict[str, Any]) -> None:
-    """The metrics of the critic compare the values before the first update with returns of lambda 1. The spread of
-    advantages is measured before whitening."""
+    """Check the metrics of the critic, which compare the values before the first update with the returns of lambda 1,
+    and the spread of the advantages before whitening."""
     raw = float(measured["raw_advantages"].double().std(unbiased=False))
     assert metrics["advantage/std_raw"] == pytest.approx(raw, rel=TOLERANCE)
     if "values" not in measured:
@@ -567,54 +575,54 @@ def check_gauges(metrics: dict[str, float], measured: dict[str, Any]) -> None:
     assert metrics["critic/value_mean"] == pytest.approx(float(values.mean()), abs=TOLERANCE)
 
 
-def test_shared_out_samples_in_bfloat16_are_as_near_the_oracle_as_whole_ones(world: World) -> None:
-    """Two ranks round as much as one, replicas and context ranks alike."""
+def test_context_parallel_bfloat16_is_as_accurate_as_one_rank(world: World) -> None:
+    """Samples that are split across context ranks have rounding errors similar to those of whole samples."""
     errors = {}
     for name in ROUNDED:
         result, (measured, actor, _) = world.result(name), oracle(world, name)
-        found = {}
+        errors_of_key = {}
         for key in ("old_logprob", "values", "advantages"):
             mine = torch.cat([torch.tensor(result["samples"][str(i)][key]) for i in range(SAMPLES)])
-            found[key] = relative_error(mine, torch.cat(measured[key]))
+            errors_of_key[key] = relative_error(mine, torch.cat(measured[key]))
         trained, exact = load_file(world.out(name) / "actor.safetensors"), dict(stored_parameters(actor))
-        found["weights"] = relative_error(
+        errors_of_key["weights"] = relative_error(
             *(torch.cat([tensors[key].detach().flatten() for key in exact]) for tensors in (trained, exact))
         )
-        errors[name] = found
+        errors[name] = errors_of_key
     whole, shared = errors.values()
     assert all(0 < whole[key] < 0.05 and shared[key] < 1.5 * whole[key] for key in whole), errors
 
 
 @pytest.mark.parametrize("name", ["tp2", "dp2-distributed"])
-def test_what_rests_comes_back_to_the_last_bit(world: World, name: str) -> None:
-    found = [world.result(scenario) for scenario in (name, f"{name}-offload")]
+def test_offload_is_bitwise_exact(world: World, name: str) -> None:
+    results = [world.result(scenario) for scenario in (name, f"{name}-offload")]
     metrics = [
         {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "memory/"))}
-        for result in found
+        for result in results
     ]
-    assert metrics[0] == metrics[1] and found[0]["samples"] == found[1]["samples"]
+    assert metrics[0] == metrics[1] and results[0]["samples"] == results[1]["samples"]
     for role in ("actor", "critic"):
         files = [world.out(scenario) / f"{role}.safetensors" for scenario in (name, f"{name}-offload")]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_main_weights_that_live_on_the_host(world: World) -> None:
-    """Of a bfloat16 model: AdamW is fused there and here, and rounds alike."""
-    here, there = (world.out(world.ran(name)) for name in ("one-bfloat16", "one-bfloat16-on-host"))
+def test_main_weights_on_the_host(world: World) -> None:
+    """The model has bfloat16 weights. AdamW is fused on device and host and rounds equally."""
+    on_device, on_host = (world.out(world.ran(name)) for name in ("one-bfloat16", "one-bfloat16-on-host"))
     for role in ("actor", "critic"):
-        assert (here / f"{role}.safetensors").read_bytes() == (there / f"{role}.safetensors").read_bytes()
+        assert (on_device / f"{role}.safetensors").read_bytes() == (on_host / f"{role}.safetensors").read_bytes()
 
 
-def test_the_readme_names_cases_that_there_are() -> None:
-    """Its table says which of them proves what."""
+def test_readme_names_existing_scenarios() -> None:
+    """The table of the README assigns each layout to its tests."""
     text = (ROOT / "megappo/megatron/README.md").read_text()
     table = text.partition("| layout | cases |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`([^`]+)`", table))
     assert len(named) > 15 and named <= {name for of_size in SCENARIOS.values() for name in of_size}
 
 
-def test_the_step_uses_what_it_should(world: World) -> None:
-    """Clips, dual clip and value clip are active in the scenario, so the agreement above covers them."""
+def test_clipping_is_active_in_the_scenarios(world: World) -> None:
+    """Clip, dual clip and value clip are active in this scenario, so the comparisons with the oracle cover them."""
     metrics = world.result("one")["metrics"]
     assert metrics["actor/clipfrac"] > 0.05
     assert metrics["actor/clipfrac_lower"] > 0
@@ -623,8 +631,8 @@ def test_the_step_uses_what_it_should(world: World) -> None:
     assert metrics["kl/mean"] != 0
 
 
-def test_the_settings_of_speed_reach_megatron(world: World) -> None:
-    """What is exact in these scenarios is what they are named after."""
+def test_performance_settings_reach_megatron(world: World) -> None:
+    """The scenarios use the features in their names."""
     built = world.result("dp2-overlap")["built"]
     assert built["actor"] == {"reduces": True, "gathers": True, "modules": ["core_attn"], "frees": True}
     assert built["critic"] == {"reduces": True, "gathers": False, "modules": ["core_attn"], "frees": True}
@@ -633,33 +641,33 @@ def test_the_settings_of_speed_reach_megatron(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["cispo-tp2", "gspo-tp2"])
-def test_losses_of_ones_own_are_clipped_too(world: World, name: str) -> None:
-    """In several microbatches of several samples each, as the other scenarios."""
+def test_losses_of_users_are_clipped(world: World, name: str) -> None:
+    """Several microbatches contain several samples each, as in the other scenarios."""
     metrics = world.result(name)["metrics"]
     assert 0.05 < metrics["actor/clipfrac"] < 0.95 and metrics["actor/clipfrac_lower"] == 0
     assert ("actor/sequence_ratio" in metrics) == (name == "gspo-tp2")
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_what_is_frozen_of_a_critic_stays_as_it_was(world: World, name: str) -> None:
-    """To the last bit, over its updates; everything else moved, as the actor's did."""
+def test_frozen_parts_of_a_critic_are_unchanged(world: World, name: str) -> None:
+    """Frozen weights of the critic are bitwise equal after the updates. All other weights of both roles change."""
     result = world.result(name)
     assert result["metrics"]["critic/updates"] == 2
     start = dict(stored_parameters(AutoModelForCausalLM.from_pretrained(world.folder(name), dtype=torch.float32)))
     trained = {role: load_file(world.out(name) / f"{role}.safetensors") for role in ("actor", "critic")}
-    pattern, kept = FROZEN[name][0], 0
+    pattern, frozen_tensors = FROZEN[name][0], 0
     for key, tensor in start.items():
         if key not in trained["critic"]:
-            continue  # the output layer, which a critic has none of
+            continue  # the output layer, which critics do not have
         is_frozen = re.search(pattern, key) is not None
         assert torch.equal(trained["critic"][key], tensor) == is_frozen, key
         assert not torch.equal(trained["actor"][key], tensor), key
-        kept += is_frozen
-    assert kept > 0
+        frozen_tensors += is_frozen
+    assert frozen_tensors > 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_losses_with_a_band_are_in_and_out_of_it(world: World, name: str) -> None:
+def test_losses_have_tokens_inside_and_outside_the_band(world: World, name: str) -> None:
     metrics = world.result(name)["metrics"]
     outside = metrics["actor/masked_below"], metrics["actor/masked_above"]
     assert all(share > 0.02 for share in outside) or name == "sapo-pp2", outside
@@ -669,7 +677,7 @@ def test_losses_with_a_band_are_in_and_out_of_it(world: World, name: str) -> Non
 
 @pytest.mark.parametrize("name", FIRST_UPDATE)
 def test_the_first_update_starts_at_ratio_one(world: World, name: str) -> None:
-    """To the last bit where the microbatches are those of scoring, to float32's rounding elsewhere."""
+    """The ratio is exactly one if the update uses the microbatches of scoring, otherwise one within rounding."""
     metrics = world.result(name)["metrics"]
     if name.startswith("same"):
         assert metrics["actor/ratio_max"] == metrics["actor/ratio"] == 1
@@ -681,7 +689,7 @@ def test_the_first_update_starts_at_ratio_one(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NON_FINITE)
-def test_a_nonfinite_update_never_reaches_the_weights(world: World, name: str) -> None:
+def test_nonfinite_update_does_not_change_the_weights(world: World, name: str) -> None:
     result = world.result(name)
     start = dict(AutoModelForCausalLM.from_pretrained(world.folder(name), dtype=torch.float32).named_parameters())
     trained = load_file(world.out(name) / "actor.safetensors")
@@ -691,7 +699,7 @@ def test_a_nonfinite_update_never_reaches_the_weights(world: World, name: str) -
         assert "actor/updates" not in result["metrics"]
     else:
         assert result["stopped"] == ""
-        # Whitening spreads the infinity over all advantages; the critic's other minibatch of each epoch is sound.
+        # Whitening spreads the infinity to all advantages. The other minibatch of the critic in each epoch is finite.
         for role, refused in (("actor", 4), ("critic", 2)):
             assert result["metrics"][f"{role}/updates"] == 4 - refused
             assert result["metrics"][f"{role}/skipped_updates"] == refused

@@ -23,13 +23,14 @@ OTHER_RATE = "actor.optimizer.learning_rate=5e-3"
 
 
 def content(run: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and time of every file of the directory but the lock, which names the last process."""
+    """Return the bytes and the modification time of every file in the directory except the lock, which names the last
+    process."""
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "lock"]
     return {str(path.relative_to(run)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def megappo(*words: str, code: int = 0) -> str:
-    done = start("megappo", *words, processes=1, timeout_seconds=120)
+def megappo(*arguments: str, code: int = 0) -> str:
+    done = start("megappo", *arguments, processes=1, timeout_seconds=120)
     assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr
 
@@ -40,21 +41,21 @@ def rate_of(run: Path) -> float:
 
 def test_the_record_describes_only_trained_steps(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ("configs/quickstart.yaml", f"run.directory={run}", *SMALL)
-    train = ("train", *words)
+    arguments = ("configs/quickstart.yaml", f"run.directory={run}", *SMALL)
+    train = ("train", *arguments)
     megappo(*train, "run.steps=2")
     finished, rate = content(run), rate_of(run)
-    said = megappo(*train, "run.steps=2", OTHER_RATE)
-    assert "nothing is left to train" in said and f"the trained actor is in {run / 'final'}" in said
+    output = megappo(*train, "run.steps=2", OTHER_RATE)
+    assert "nothing is left to train" in output and f"the trained actor is in {run / 'final'}" in output
     assert content(run) == finished
 
     # These attempts end before the first step.
     save_step(tmp_path / "other", 1, two_samples(0))
     elsewhere = ("logging.save_experience={}", f"rollout.save_to={tmp_path / 'other'}")
-    said = megappo(*train, "run.steps=3", OTHER_RATE, *elsewhere, code=2)
-    assert "has experience of /runs/a; set a different folder, or remove this folder" in said
+    output = megappo(*train, "run.steps=3", OTHER_RATE, *elsewhere, code=2)
+    assert "has experience of /runs/a; set a different folder, or remove this folder" in output
     megappo(*train, "run.steps=3", OTHER_RATE, "--dry-run")
-    megappo("eval", *words, OTHER_RATE)
+    megappo("eval", *arguments, OTHER_RATE)
     assert content(run) == finished
 
     # The run trains its last step with a different learning rate.
@@ -65,8 +66,8 @@ def test_the_record_describes_only_trained_steps(tmp_path: Path) -> None:
     assert line["step"] == 2 and change in line["changes"]
     card = (run / "final" / "README.md").read_text()
     assert "learning rate 0.005" in card and "after step 2: " in card
-    said = megappo("report", str(run))
-    assert f"settings changed after step 2: {change}" in said
+    output = megappo("report", str(run))
+    assert f"settings changed after step 2: {change}" in output
 
     # If the export does not exist, the run writes the export with the settings of the last step.
     weights = (run / "final" / "model.safetensors").read_bytes()

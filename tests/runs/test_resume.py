@@ -1,4 +1,4 @@
-"""A run that is killed anywhere and started again is the run that was not killed."""
+"""A run that is killed at any point and restarted equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
+    """Load every tensor of a checkpoint."""
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(m.size, dtype=m.properties.dtype)
@@ -37,7 +37,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_killed_at_every_stage(tmp_path: Path) -> None:
-    """Actor TP2, critic PP2 on the same two processes; the kills take turns on the ranks, one step after another."""
+    """Actor (TP2) and critic (PP2) share two processes. Each kill is one step later and on the other rank."""
     settings = ("run.steps=10", "checkpoint.every_steps=1", "algorithm.jumps={grad_norm_ratio: 1.2, kl_nats: 1e-9}",
                 "actor.epochs=2", "critic.epochs=2")  # fmt: skip
     places = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync", "shards_written",
@@ -60,10 +60,10 @@ def test_killed_at_every_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_killed_with_everything_that_has_a_state(tmp_path: Path, kills: int) -> None:
-    """bfloat16, tied embeddings on TP2 x uneven PP2, one optimizer over CP2 x DP2, adaptive KL, penalty, parts of the
-    optimizers on the host, and of the critic frozen, a reference that is the actor of step 2. What leaves the device
-    while roles rest is something else in every attempt."""
+def test_killed_with_all_stateful_features(tmp_path: Path, kills: int) -> None:
+    """The run has bfloat16, tied embeddings on TP2 with uneven PP2, an optimizer that is distributed over CP2 and
+    DP2, adaptive KL, and a penalty. Parts of the optimizers are on the host, a part of the critic is frozen, and the
+    reference is refreshed after step 2. Each attempt offloads other tensors."""
     model = write_model(tmp_path / "model", "llama", 3, vocab_size=16, tie_word_embeddings=True)
     settings = (
         "run.steps=4", "checkpoint.every_steps=2", f"model.path={model}", "model.init=pretrained",
@@ -92,12 +92,12 @@ def test_killed_with_everything_that_has_a_state(tmp_path: Path, kills: int) -> 
     assert "changed since then" not in output
     assert_same_run(tmp_path / "whole", killed, 4)
     kls = {line["step"]: line["kl/mean"] for line in timeless(killed / "metrics.jsonl") if line["step"]}
-    assert [step for step, kl in kls.items() if abs(kl) < 1e-6] == [1, 3]  # the actor is its own reference
+    assert [step for step, kl in kls.items() if abs(kl) < 1e-6] == [1, 3]  # reference equals actor
 
 
-def test_episodes_that_are_killed(tmp_path: Path) -> None:
-    """Two turns and a tool. The run is killed between rollout and update, and in a rollout asked to stop, after which
-    the episodes that were over are kept and the others are played from their beginning."""
+def test_killed_run_with_episodes(tmp_path: Path) -> None:
+    """Episodes have two turns and a tool. The run is killed between rollout and update, then stopped during a
+    rollout. The finished episodes are kept, and the others restart."""
     settings = (
         "run.steps=3", "checkpoint.every_steps=1",
         "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
@@ -106,24 +106,24 @@ def test_episodes_that_are_killed(tmp_path: Path) -> None:
         "data.validation={source: 'tests.examples.lookup:keys', options: {held_out: true}}", "logging.sample_texts=100",
     )  # fmt: skip
     killed = tmp_path / "killed"
-    asked = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
+    stop = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
     kills = [
         killed_at(killed, 2, "update_critic", 0, *settings),
-        train(killed, *settings, expect="85", kill=asked),
+        train(killed, *settings, expect="85", kill=stop),
     ]
     attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
     assert_same_run(tmp_path / "whole", killed, 3)
     samples = [json.loads(line) for line in (killed / "samples.jsonl").read_text().splitlines()]
-    assert all([said["by"] for said in s["conversation"]][:2] == ["model", "environment"] for s in samples)
+    assert all([turn["by"] for turn in s["conversation"]][:2] == ["model", "environment"] for s in samples)
     line = timeless(killed / "metrics.jsonl")[-1]
     assert line["episode/turns"] == 2 and line["tool/lookup/calls"] == 1 and line["episode/failures"] == 0
     assert 0 < line["mismatch/max"] < 1e-4
 
 
 @pytest.mark.exhaustive
-def test_episodes_of_the_next_step_that_are_killed(tmp_path: Path) -> None:
-    """Played while a step is trained on. A run is killed meanwhile, and asked to stop, after which those that were over
-    are kept and the others are played from their beginning, with the weights that they began with."""
+def test_killed_run_with_episodes_one_step_ahead(tmp_path: Path) -> None:
+    """Episodes of the next step are generated during the updates. The run is killed during this time, and later
+    stopped. The finished episodes are kept. The others restart with the weights of their first attempt."""
     settings = (
         "run.steps=4", "checkpoint.every_steps=1", "rollout.ahead=1", "algorithm.old_logprob=corrected",
         "rollout.engine=tests.support.talking:TalkingEngine", "rollout.when_stopped=keep",
@@ -147,9 +147,9 @@ def test_episodes_of_the_next_step_that_are_killed(tmp_path: Path) -> None:
     assert all(line["episode/turns"] == 2 and line["episode/failures"] == 0 for line in lines)
 
 
-def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
-    """Rounds of prompts in a step move the cursors of two sources, some prompts rest, and two sets are evaluated; one
-    run is killed in an update, and asked to stop in a rollout."""
+def test_state_of_data_and_evaluation_survives_a_kill(tmp_path: Path) -> None:
+    """A step has several rounds of prompts from two sources, some prompts rest, and two validation sets are
+    evaluated. The run is killed in an update and stopped in a rollout."""
     sums = "{source: 'megappo.data.arithmetic:sums', options: {max_operand: %d, modulus: 10}, %s}"
     settings = (
         "data.train=null", f"data.mixture={{few: {sums % (2, 'weight: 1')}, many: {sums % (9, 'weight: 2.5')}}}",
@@ -163,19 +163,19 @@ def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
         "rollout.generation_options={tokens: 4}",
         "algorithm.mask_truncated=true", "algorithm.positive_nll_coef=0.1",
         "algorithm.lam={actor: {length_adaptive: 0.5}, critic: 1.0}", "rollout.max_response_tokens=6",
-        "actor.epochs=2", "critic.epochs=2",  # so that something is learned by heart
+        "actor.epochs=2", "critic.epochs=2",  # enough updates to memorize some answers
     )  # fmt: skip
     killed = tmp_path / "killed"
-    asked = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
+    stop = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
     kills = [
         killed_at(killed, 2, "update_critic", 0, *settings),
-        train(killed, *settings, expect="85", kill=asked),
+        train(killed, *settings, expect="85", kill=stop),
     ]
     attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
     assert_same_run(tmp_path / "whole", killed, 3)
     for line in timeless(killed / "metrics.jsonl")[1:]:
         assert 1 < line["group/rounds"] <= 3 and 0 < line["group/spread"] < 1 and 0 <= line["group/filled"] < 1
-        assert 0 < line["response/truncated"] <= -line["reward/overlong"] < 1  # some end with the last token
+        assert 0 < line["response/truncated"] <= -line["reward/overlong"] < 1  # some responses end with the last token
         total = 2 * line["reward/number"] + line["reward/exact"]  # of all rounds
         assert 0 < total < line["reward/given"] and line["actor/nll_loss"] > 0
         shaped = 2 * (line["reward/given"] + line["reward/overlong"]) / line["reward/running_std"] + 0.5
@@ -194,14 +194,14 @@ def test_what_a_step_keeps_is_the_same_after_a_kill(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps under TP2 and PP2 with a checkpoint of each."""
+    """A run of two steps under TP2 and PP2 with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("two")
     attempts(folder, train(folder / "run", "run.steps=2", "checkpoint.every_steps=1"))
     return folder / "run"
 
 
 def assert_same_tensors(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    """Equal to the last bit, but for rows of zeros that pad the vocabulary of one of them."""
+    """Check that tensors are bitwise equal, except for rows of zeros that pad the vocabulary."""
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         other, rows = after[key], min(len(tensor), len(after[key]))
@@ -210,8 +210,9 @@ def assert_same_tensors(before: dict[str, torch.Tensor], after: dict[str, torch.
 
 
 @pytest.mark.parametrize("length", ["run.steps=4", "run.epochs=0.6"])
-def test_a_template_that_reads_the_clock_is_told_when_the_run_began(tmp_path: Path, length: str) -> None:
-    """To the second, so that every process would render other prompts; also where ranks read them before they meet."""
+def test_template_clock_is_the_start_of_the_run(tmp_path: Path, length: str) -> None:
+    """The template prints seconds, so each process would render other prompts with its own clock. The ranks also
+    agree on the time if they render prompts before they exchange data."""
     model = tmp_path / "model"
     shutil.copytree(ROOT / "configs/models/tiny_arithmetic", model)
     clock = "{{ strftime_now('%d%H%M%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -240,8 +241,8 @@ def test_a_template_that_reads_the_clock_is_told_when_the_run_began(tmp_path: Pa
     ids="-".join,
 )
 def test_another_layout_loads_the_same_numbers(tmp_path: Path, read_by: tuple[str, ...]) -> None:
-    """Tied embeddings, and a vocabulary that every tensor parallel size pads to another number of rows. Layouts of two
-    ranks stand in checkpoint/test_layouts.py, too."""
+    """Embeddings are tied, and each tensor parallel size pads the vocabulary to a different number of rows. Layouts
+    of two ranks are also in checkpoint/test_layouts.py."""
     model = write_model(tmp_path / "model", "qwen2", 3, vocab_size=17, tie_word_embeddings=True)
     settings = ("run.steps=2", "checkpoint.every_steps=1", f"model.path={model}", "model.dtype=float32",
                 "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic")  # fmt: skip
@@ -255,13 +256,13 @@ def test_another_layout_loads_the_same_numbers(tmp_path: Path, read_by: tuple[st
         "tp_pp": (4, "actor.layout={tensor_parallel: 2, pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}"),
     }
     attempts(tmp_path, train(tmp_path / "run", *settings))
-    wanted = []
+    planned = []
     for name in read_by:
         processes, *layout = layouts[name]
         shutil.copytree(tmp_path / "run", tmp_path / name)
         attempt = train(tmp_path / name, *settings, *layout, processes=processes)
-        wanted.append({**attempt, "arguments": attempt["arguments"][1:], "rewrite": True})
-    attempts(tmp_path, *wanted)
+        planned.append({**attempt, "arguments": attempt["arguments"][1:], "rewrite": True})
+    attempts(tmp_path, *planned)
     before = whole_tensors(tmp_path / "run/checkpoints/step-000002")
     assert {"actor.weight.model.embed_tokens.weight", "critic.exp_avg_sq.value_head.weight"} <= before.keys()
     for name in read_by:
@@ -288,7 +289,7 @@ def test_settings_may_change_within_limits(two_steps: Path, tmp_path: Path) -> N
     assert [line["step"] for line in timeless(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(two_steps: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_skipped_with_a_message(two_steps: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(two_steps, run)
     shard = run / "checkpoints/step-000002/__1_0.distcp"
@@ -302,17 +303,17 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(two_steps: Path, tmp_path
     assert (run / "final/model.safetensors").read_bytes() == (two_steps / "final/model.safetensors").read_bytes()
 
 
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_resume_without_checkpoints_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     without = ("run.steps=1", "checkpoint=null")
     output = attempts(tmp_path, train(run, *without), train(run, *without, expect="2"), train(run, expect="2"))
-    said = output.count("holds a run without any checkpoint to continue from; choose another run.directory")
-    assert 2 <= said <= 4  # twice, by one rank or by both
+    refusals = output.count("holds a run without any checkpoint to continue from; choose another run.directory")
+    assert 2 <= refusals <= 4  # two attempts report the error on one or both ranks
     assert "Traceback" not in output
 
 
 def test_another_reference_is_refused(tmp_path: Path) -> None:
-    """The KL would be measured from another policy than before."""
+    """The KL would be measured from a different policy after the resume."""
     first = write_model(tmp_path / "model", "llama", 3, vocab_size=16)
     settings = (
         f"model.path={first}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
@@ -327,8 +328,8 @@ def test_another_reference_is_refused(tmp_path: Path) -> None:
 
 def test_the_checkpoint_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint.json"
-    words = ("configs/quickstart.yaml", *SMALL[:3], "--repeat", "1", "--json", out)
-    done = start("benchmarks.checkpoint", *words, processes=2)
+    arguments = ("configs/quickstart.yaml", *SMALL[:3], "--repeat", "1", "--json", out)
+    done = start("benchmarks.checkpoint", *arguments, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["what"]: row["median_seconds"] for row in json.loads(out.read_text())["rows"]}
     assert rows["stand-still, asynchronous"] < rows["on disk, waited for"]

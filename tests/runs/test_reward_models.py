@@ -1,4 +1,4 @@
-"""Whole runs whose reward is a frozen reward model's, in one process that both ranks share."""
+"""Complete runs with a frozen reward model, which both ranks share in one process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.rewards import with_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 STEPS = 20
-"""Of a quarter of a second each: more than busy cores take to kill a process."""
+"""Twenty steps of a quarter of a second are longer than a kill of a process on busy cores."""
 
 
 def reward_model(folder: Path) -> Path:
-    """Of random weights, for the texts of the quickstart."""
+    """Write a reward model with random weights for the texts of the quickstart."""
     torch.manual_seed(3)
     config = AutoConfig.from_pretrained(TINY, num_labels=1, initializer_range=0.5)
     LlamaForSequenceClassification(config).save_pretrained(folder)
@@ -35,47 +35,51 @@ def reward_model(folder: Path) -> Path:
 
 
 def processes_of(model: Path) -> list[int]:
-    """Those that hold this model, by the file that they are started with."""
-    found = []
+    """Return the processes that serve this model. The file in their command line identifies them."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_text().split("\0")
-                if "megappo.rewards.model_server" in words[1:3] and str(model) in Path(words[4]).read_text():
-                    found.append(int(entry.name))
+                command_line = (entry / "cmdline").read_text().split("\0")
+                if (
+                    "megappo.rewards.model_server" in command_line[1:3]
+                    and str(model) in Path(command_line[4]).read_text()
+                ):
+                    pids.append(int(entry.name))
             except (OSError, IndexError):
                 continue
-    return found
+    return pids
 
 
 def test_two_ranks_train_with_one_reward_model(tmp_path: Path) -> None:
-    """It is killed meanwhile and started again; each score is that of a copy, and nothing is left behind."""
+    """The process of the model is killed and restarted. Each score equals the score of a copy, and no process
+    remains."""
     folder, run = reward_model(tmp_path / "model"), tmp_path / "run"
     reward = {"function": "model", "model_path": str(folder), "model_server": {"threads": 1}}
-    words = (
+    arguments = (
         "train", "configs/quickstart.yaml", f"run.directory={run}", f"run.steps={STEPS}", "evaluation=null",
         "checkpoint=null", "data.validation=null", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
         "actor.minibatch_sequences=32", "critic.minibatch_sequences=32", "logging.sample_texts=16",
         f"reward={json.dumps(reward)}",
     )  # fmt: skip
-    held = list[list[int]]()
+    servers = list[list[int]]()
 
     def kill() -> None:
-        """The process, once it has given the first scores; it is looked for before, as steps go by meanwhile."""
+        """Kill the process after its first scores. The search starts earlier, because the run trains meanwhile."""
         samples = run / "samples.jsonl"
         wait_until(lambda: bool(processes_of(folder)), 200.0, every_seconds=0.1)
-        held.append(first := processes_of(folder))
+        servers.append(first := processes_of(folder))
         if wait_until(lambda: samples.exists() and samples.stat().st_size > 0, 200.0, every_seconds=0.01):
             os.kill(first[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    done = start("megappo", *words, processes=2, timeout_seconds=400)
+    done = start("megappo", *arguments, processes=2, timeout_seconds=400)
     killer.join()
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
-    assert len(held[0]) == 1, "both ranks have one between them"
-    # The ranks may have scores of it before the process that watches it has seen that it is ready.
+    assert len(servers[0]) == 1, "both ranks share one process"
+    # Ranks may receive scores before the process that watches the reward model has detected its readiness.
     ends = re.findall(r"reward model \(http://127.0.0.1:\d+\) (died|ended during its start); ", output)
     assert len(ends) == 1 and "; it is started again" in output, output[-4000:]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -88,20 +92,20 @@ def test_two_ranks_train_with_one_reward_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_each_rank_trains_with_a_copy_of_its_own(tmp_path: Path, trusted: bool) -> None:
-    """Of a model that transformers knows, and of one that brings its code along."""
+def test_each_rank_trains_with_a_separate_copy(tmp_path: Path, trusted: bool) -> None:
+    """One model is a class of transformers, the other needs code of its folder."""
     folder, run = reward_model(tmp_path / "model"), tmp_path / "run"
     model = RewardModel(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     if trusted:
         with_code(folder, tokenizer=False)
-    words = (
+    arguments = (
         "train", "configs/quickstart.yaml", f"run.directory={run}", "run.steps=2", "evaluation=null",
         "checkpoint=null", "data.validation=null", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
         "actor.minibatch_sequences=32", "critic.minibatch_sequences=32", "logging.sample_texts=16",
         f"reward={json.dumps({'function': 'model', 'model_path': str(folder)})}",
         f"model.trust_remote_code={str(trusted).lower()}",
     )  # fmt: skip
-    done = start("megappo", *words, processes=2, timeout_seconds=400)
+    done = start("megappo", *arguments, processes=2, timeout_seconds=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     expected = model.score([s["prompt"] for s in samples], [s["response"] for s in samples])
@@ -110,16 +114,16 @@ def test_each_rank_trains_with_a_copy_of_its_own(tmp_path: Path, trusted: bool) 
     assert [line["reward/failures"] for line in read_metrics(run / "metrics.jsonl")] == [0.0] * 2
 
 
-def test_a_model_without_scores_ends_the_run_over_its_reward(tmp_path: Path) -> None:
-    """And not over the critic, whose loss would be no number either."""
+def test_reward_of_nan_is_the_error_of_the_run(tmp_path: Path) -> None:
+    """The error names the reward, although the loss of the critic would not be finite either."""
     folder = reward_model(tmp_path / "model")
     broken = LlamaForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         broken.score.weight.fill_(float("nan"))
     broken.save_pretrained(folder)
     reward = {"function": "model", "model_path": str(folder)}
-    words = (f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null", f"reward={json.dumps(reward)}")
-    done = start("megappo", "train", "configs/quickstart.yaml", *words, processes=2, timeout_seconds=400)
+    arguments = (f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null", f"reward={json.dumps(reward)}")
+    done = start("megappo", "train", "configs/quickstart.yaml", *arguments, processes=2, timeout_seconds=400)
     output = done.stdout + done.stderr
     assert done.returncode == 1 and "learning_rate, or set" not in output
     assert "400 of 400 rewards failed" in output and "the first: the reward model gave nan, must be finite" in output

@@ -1,4 +1,4 @@
-"""Experience that a run saves, and runs that train on it again without an engine; value pretraining among them."""
+"""Saved experience of a run, and runs that train on saved experience without an engine, including value pretraining."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ONE = ("actor.layout={}", "critic.layout={}")
 
 
 def saved(run: Path) -> list[dict[str, torch.Tensor]]:
-    """The numbers of each saved step, all ranks together in the order of samples."""
+    """Return the numbers of each saved step. The samples of all ranks are in order."""
     steps = saved_steps(run / "experience").values()
     return [by_name([read_samples(step.file(rank)) for rank in range(step.ranks)]) for step in steps]
 
 
 def assert_scores_are_those_of_the_samples_file(run: Path) -> None:
-    """Rewards of turns included."""
+    """Check the scores, including the rewards of turns, against `samples.jsonl`."""
     for step, saved_step in saved_steps(run / "experience").items():
         written = [line for line in map(json.loads, (run / "samples.jsonl").open()) if line["step"] == step]
         of_file = read_lines(saved_step.file(0))
@@ -45,8 +45,8 @@ def assert_scores_are_those_of_the_samples_file(run: Path) -> None:
 
 
 def by_name(of_ranks: list[SavedSamples]) -> dict[str, torch.Tensor]:
-    """Some of a step's numbers, those of tokens one after the other."""
-    found: dict[str, list[torch.Tensor]] = {}
+    """Return selected numbers of a step. Numbers of tokens are concatenated."""
+    parts_of: dict[str, list[torch.Tensor]] = {}
     for experience in (samples.experience for samples in of_ranks):
         scored, rollouts = experience.scored, experience.scored.rollouts
         assert scored.values_BR is not None and experience.rewards_BR is not None
@@ -56,18 +56,18 @@ def by_name(of_ranks: list[SavedSamples]) -> dict[str, torch.Tensor]:
         }  # fmt: skip
         if scored.ref_logprob_BR is not None and experience.kl_BR is not None:
             tokens |= {"ref": scored.ref_logprob_BR, "kl": experience.kl_BR}
-        found.setdefault("scores", []).append(scored.scores_B)
-        found.setdefault("ids", []).append(rollouts.sample_ids_B)
+        parts_of.setdefault("scores", []).append(scored.scores_B)
+        parts_of.setdefault("ids", []).append(rollouts.sample_ids_B)
         for name, numbers_BR in tokens.items():
-            found.setdefault(name, []).append(numbers_BR[rollouts.response_mask_BR])
-    return {name: torch.cat(parts) for name, parts in found.items()}
+            parts_of.setdefault(name, []).append(numbers_BR[rollouts.response_mask_BR])
+    return {name: torch.cat(parts) for name, parts in parts_of.items()}
 
 
 @pytest.mark.parametrize("task", [pytest.param(KL, marks=pytest.mark.exhaustive), TURNS], ids=["answers", "turns"])
-def test_loaded_steps_train_as_they_did(tmp_path: Path, task: tuple[str, ...]) -> None:
-    """Actor TP2, critic PP2. A run that is killed and goes on saves what the other does. What was saved trains again to
-    the same bits, also where that is killed; on data replicas, on context ranks and on one rank within 1e-4, where its
-    numbers are saved again, and are the same."""
+def test_loaded_steps_train_to_the_same_weights(tmp_path: Path, task: tuple[str, ...]) -> None:
+    """The actor has TP2 and the critic PP2. A killed and resumed run saves the same experience. The saved experience
+    trains again to the same bits, also after a kill. On data replicas, context ranks and one rank the numbers are
+    saved again and agree within 1e-4."""
     whole, killed, again = (tmp_path / name for name in ("whole", "killed", "again"))
     settings = (*SHORT, *task, "logging.save_experience={}")
     load = (*SHORT, *task, f"rollout.load_from={whole / 'experience'}")
@@ -104,23 +104,23 @@ def test_loaded_steps_train_as_they_did(tmp_path: Path, task: tuple[str, ...]) -
 
 
 def pretrain(run: Path, experience: Path, *overrides: str) -> tuple[str, ...]:
-    """The words of value pretraining."""
+    """Return the arguments of value pretraining."""
     return ("train", "configs/quickstart.yaml", "--critic-only", f"run.directory={run}", *overrides,
             "logging.tensorboard=false", f"rollout.load_from={experience}")  # fmt: skip
 
 
-def run_with(*words: str) -> str:
-    """A command on two ranks that ends well."""
-    done = start("megappo", *words, processes=2, timeout_seconds=590)
+def run_with(*arguments: str) -> str:
+    """Run a command on two ranks and check its exit status."""
+    done = start("megappo", *arguments, processes=2, timeout_seconds=590)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
 
-def test_a_critic_is_pretrained(tmp_path: Path) -> None:
-    """On the first samples of two steps. Those that are held out are not trained on, a run that goes on is the run that
-    did not stop, the actor is not moved, and a run begins with the critic."""
+def test_pretraining_of_a_critic(tmp_path: Path) -> None:
+    """The critic trains on the first samples of two steps, without the held-out samples. A resumed run equals an
+    uninterrupted run, the actor is not trained, and another run starts with the critic."""
     run, some = tmp_path / "run", "logging.save_experience={steps: [2, 4], samples: 60}"
-    spread = "reward.truncated_penalty=0.5"  # otherwise all returns can be equal, and there is nothing to explain
+    spread = "reward.truncated_penalty=0.5"  # otherwise all returns can be equal, and their variance is zero
     save = (some, f"rollout.save_to={tmp_path / 'saved'}", spread)
     attempts(tmp_path, train(run, "run.steps=4", "evaluation=null", *save))
     assert [(s.step, s.saved) for s in saved_steps(tmp_path / "saved").values()] == [(2, 60), (4, 60)]
@@ -147,20 +147,19 @@ def test_a_critic_is_pretrained(tmp_path: Path) -> None:
         pytest.param(40, 20, 2000, marks=pytest.mark.learning),
     ],
 )
-def test_a_pretrained_critic_explains_what_it_has_not_seen(
-    tmp_path: Path, before: int, steps: int, samples: int
-) -> None:
-    """The quickstart's task: the samples of five steps, of a policy that answers some sums, of which a tenth is held
-    out; and of new samples of that policy, before its first update."""
+def test_pretrained_critic_explains_unseen_samples(tmp_path: Path, before: int, steps: int, samples: int) -> None:
+    """The task is the quickstart. The policy answers some sums. The critic trains on samples of five steps; a tenth
+    of them are held out. The explained variance is measured on the held-out samples, and on new samples of the policy
+    before their first update."""
     run, critic = tmp_path / "run", tmp_path / "critic"
     numbers = list(range(before - 4, before + 1))
     quick = ("logging.tensorboard=false", "evaluation=null", "actor.optimizer.schedule=constant")
-    words = ("train", "configs/quickstart.yaml", f"run.directory={run}", f"run.steps={before}", *quick)
-    run_with(*words, f"logging.save_experience={{steps: {numbers}}}")
+    arguments = ("train", "configs/quickstart.yaml", f"run.directory={run}", f"run.steps={before}", *quick)
+    run_with(*arguments, f"logging.save_experience={{steps: {numbers}}}")
     assert sum(step.saved for step in saved_steps(run / "experience").values()) == samples
     run_with(*pretrain(critic, run / "experience", f"run.steps={steps}"))
     explained = [line["critic/held_out_explained_variance"] for line in read_metrics(critic / "metrics.jsonl")]
     assert explained[0] < 0.2 and explained[-1] > 0.5
-    words = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'next'}", "run.steps=1", *quick)
-    run_with(*words, f"actor.start_from={run}", f"critic.start_from={critic}")
+    arguments = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'next'}", "run.steps=1", *quick)
+    run_with(*arguments, f"actor.start_from={run}", f"critic.start_from={critic}")
     assert read_metrics(tmp_path / "next" / "metrics.jsonl")[-1]["critic/explained_variance"] > 0.4

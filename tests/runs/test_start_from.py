@@ -1,4 +1,4 @@
-"""Critics of other programs are read, any checkpoint is exported, and a run starts from another's models."""
+"""Import of critics from other programs, export of any checkpoint, and a start from the models of a different run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.support.models import write_model, write_value_model
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
-"""Float32 weights stay what they were to the last bit."""
+"""Float32 weights remain bitwise equal."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one pass over 20 prompts in two steps, whose critic has a trained head and does not learn: `first`.
+    """Run two steps of one epoch over 20 prompts with a frozen critic whose value head is trained: `first`.
 
-    Then `second` starts from its actor, and from its critic in Megatron-LM's format, on other layouts and learns
-    nothing, is continued after `first` is gone (a copy is in `kept`), and others are refused.
+    Then `second` starts from this actor, and from this critic in the format of Megatron-LM, on other layouts with a
+    learning rate near zero. The run continues after `first` has moved to `kept`. Other starts are refused.
     """
     root = tmp_path_factory.mktemp("world")
     model = write_model(root / "model", "qwen3", 3, vocab_size=17, tie_word_embeddings=True)
@@ -73,29 +73,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(world: Path, tmp_path: Path, run: str, role: str, step: str) -> dict[str, torch.Tensor]:
-    """Tensors of an export from a run directory that holds checkpoints and settings, and nothing else."""
+    """Export from a run directory that contains only checkpoints and settings, and load the tensors."""
     unfinished = tmp_path / "unfinished"
     if not unfinished.exists():
         unfinished.mkdir(parents=True)
         shutil.copy(world / run / "config.yaml", unfinished)
         shutil.copytree(world / run / "checkpoints", unfinished / "checkpoints")
     out = tmp_path / f"{role}-{step}"
-    said = export_run(str(unfinished), str(out), role, step)
-    assert said[-1].endswith(f"is in {out}")
+    messages = export_run(str(unfinished), str(out), role, step)
+    assert messages[-1].endswith(f"is in {out}")
     return load_file(out / "model.safetensors")
 
 
-def test_epochs_are_steps(world: Path) -> None:
-    said = (world / "output").read_text()
-    assert "1 epoch of 20 prompts = 2" in said
+def test_epochs_determine_the_steps(world: Path) -> None:
+    output = (world / "output").read_text()
+    assert "1 epoch of 20 prompts = 2" in output
     lines = (world / "kept/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     marker = json.loads((world / "kept/checkpoints/step-000002/checkpoint.json").read_text())
     assert marker["body"]["content"]["steps"] == 2
 
 
-def test_checkpoints_say_what_their_weights_mean(world: Path) -> None:
-    """By themselves, so that a run can start from them where the model's folder is gone."""
+def test_checkpoints_record_the_architecture(world: Path) -> None:
+    """A run can start from the checkpoint if the folder of the model no longer exists."""
     marker = json.loads((world / "kept/checkpoints/step-000002/checkpoint.json").read_text())
     for role, folder in (("actor", "model"), ("critic", "critic")):
         fields: dict[str, Any] = architecture_fields(read_architecture(world / folder))
@@ -103,8 +103,8 @@ def test_checkpoints_say_what_their_weights_mean(world: Path) -> None:
         assert fields["ropes"][0][:2] == [1, 1]  # the factor, and the first channel pair's radian per position
 
 
-def test_any_checkpoint_is_exported(world: Path, tmp_path: Path) -> None:
-    """By one process, of a run that has not finished."""
+def test_any_checkpoint_can_be_exported(world: Path, tmp_path: Path) -> None:
+    """One process exports a checkpoint of an unfinished run."""
     first, latest = (exported(world, tmp_path, "kept", "actor", step) for step in ("1", "latest"))
     final = load_file(world / "kept/final/model.safetensors")
     assert latest.keys() == final.keys() == first.keys()
@@ -115,52 +115,54 @@ def test_any_checkpoint_is_exported(world: Path, tmp_path: Path) -> None:
         assert not torch.equal(first[name], latest[name])
     rewards = [json.loads(line)["reward/mean"] for line in (world / "kept/metrics.jsonl").read_text().splitlines()]
     best = exported(world, tmp_path, "kept", "actor", "best")
-    wanted = first if rewards[0] > rewards[1] else latest
-    assert all(torch.equal(best[name], wanted[name]) for name in best)
+    expected = first if rewards[0] > rewards[1] else latest
+    assert all(torch.equal(best[name], expected[name]) for name in best)
 
 
-def test_exports_say_what_is_missing(world: Path, tmp_path: Path) -> None:
-    for words, wanted in (
+def test_export_reports_missing_checkpoints(world: Path, tmp_path: Path) -> None:
+    for arguments, message in (
         (("actor", "7"), r"contains no checkpoint of step '7'; finished steps: 1, 2; name a step, best or latest"),
         (("actor", "9" * 5000), r"contains no checkpoint of step '9"),
     ):
-        with pytest.raises(ValueError, match=wanted):
-            export_run(str(world / "kept"), str(tmp_path / "out"), *words)
+        with pytest.raises(ValueError, match=message):
+            export_run(str(world / "kept"), str(tmp_path / "out"), *arguments)
     with pytest.raises(ValueError, match=r"has no checkpoint\.keep_best to select the best; finished steps: 1, 2"):
         export_run(str(world / "second"), str(tmp_path / "out"), "actor", "best")
     with pytest.raises(ValueError, match=r"is not an empty folder; name a new folder"):
         export_run(str(world / "kept"), str(world / "kept"))
 
 
-def test_a_trained_critic_is_read_and_exported(world: Path, tmp_path: Path) -> None:
-    """With a head as TRL writes it under PP2 in, a token classifier with the same weights out."""
+def test_critic_of_trl_is_loaded_and_exported(world: Path, tmp_path: Path) -> None:
+    """The critic has a value head in the format of TRL and trains under PP2. The export is a token classifier with
+    the same weights."""
     tensors = exported(world, tmp_path, "kept", "critic", "latest")
-    given = load_file(world / "critic/model.safetensors")
+    initial = load_file(world / "critic/model.safetensors")
     names = {"score.weight": "v_head.summary.weight", "score.bias": "v_head.summary.bias"}
-    assert len(tensors) == len([name for name in given if name.startswith("model.")]) + 2
+    assert len(tensors) == len([name for name in initial if name.startswith("model.")]) + 2
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, given[names.get(name, name)]), name
+        assert torch.equal(tensor, initial[names.get(name, name)]), name
     _, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic-latest", output_loading_info=True)
     assert not any(info.values()), info
 
 
-def test_a_run_starts_from_the_models_of_another(world: Path, tmp_path: Path) -> None:
-    """On other layouts; neither learns, so that the weights are still the other's. It continues without the other."""
+def test_run_starts_from_existing_models(world: Path, tmp_path: Path) -> None:
+    """The new run has other layouts and does not learn, so its weights equal those of the first run. The run
+    continues without the first run."""
     for role, step in (("actor", "1"), ("critic", "2")):
         before = exported(world, tmp_path / role, "kept", role, step)
         after = exported(world, tmp_path / f"{role}-second", "second", role, "latest")
         assert all(torch.equal(before[name], after[name]) for name in before | after)
-    said = (world / "output").read_text()
-    assert "the actor begins with that of" in said
-    assert f"the critic begins with {world / 'megatron/release'}" in said
-    assert "continuing after step 1 from" in said
+    output = (world / "output").read_text()
+    assert "the actor begins with that of" in output
+    assert f"the critic begins with {world / 'megatron/release'}" in output
+    assert "continuing after step 1 from" in output
     assert not (world / "first").exists()
 
 
-def test_what_a_run_cannot_start_from_is_said(world: Path) -> None:
-    said = (world / "output").read_text()
-    assert "first@7': " in said and "contains no checkpoint of step '7'; finished steps: 1, 2" in said
-    assert "differs in ffn_hidden_size" in said and "give a model of the same architecture" in said
-    assert f"critic.start_from '{world}': {world} is of no known kind; give a run directory" in said
-    assert "critic.value_head_std 0.1 is for a new value head, but the critic's weights have one" in said
-    assert "megappo/commands/train.py" not in said  # no traceback of ours
+def test_impossible_starts_are_refused(world: Path) -> None:
+    output = (world / "output").read_text()
+    assert "first@7': " in output and "contains no checkpoint of step '7'; finished steps: 1, 2" in output
+    assert "differs in ffn_hidden_size" in output and "give a model of the same architecture" in output
+    assert f"critic.start_from '{world}': {world} is of no known kind; give a run directory" in output
+    assert "critic.value_head_std 0.1 is for a new value head, but the critic's weights have one" in output
+    assert "megappo/commands/train.py" not in output  # no traceback of megappo

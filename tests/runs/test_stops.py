@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, hang, or share a directory."""
+"""Runs that are stopped, hang, or share a directory."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from tests.support.places import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
-def asked_to_stop(directory: Path, step: int, at: str, name: str, expect: str, *settings: str) -> dict[str, object]:
-    """An attempt in which rank 1 gets a signal."""
+def stopped_run(directory: Path, step: int, at: str, name: str, expect: str, *settings: str) -> dict[str, object]:
+    """Return an attempt in which rank 1 receives a signal."""
     kill = {"rank": 1, "step": step, "at": at, "signal": name}
     return train(directory, *settings, expect=expect, kill=kill)
 
 
-def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Asked before the updates, the step is dropped; asked during them, it is finished; one rank's signal is enough."""
+def test_signals_stop_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """A signal before the updates drops the step, and a signal during the updates finishes the step. The signal of
+    one rank is sufficient."""
     settings = ("run.steps=5", "checkpoint.every_steps=100")
     run = tmp_path / "stopped"
     output = attempts(
         tmp_path,
         train(tmp_path / "whole", *settings),
-        asked_to_stop(run, 1, "rollout", "SIGUSR1", "85", *settings),
-        asked_to_stop(run, 2, "forward", "SIGTERM", "85", *settings),
-        asked_to_stop(run, 2, "update_critic", "SIGINT", "130", *settings),
-        asked_to_stop(run, 3, "sync", "SIGHUP", "85", *settings),
+        stopped_run(run, 1, "rollout", "SIGUSR1", "85", *settings),
+        stopped_run(run, 2, "forward", "SIGTERM", "85", *settings),
+        stopped_run(run, 2, "update_critic", "SIGINT", "130", *settings),
+        stopped_run(run, 3, "sync", "SIGHUP", "85", *settings),
         train(run, *settings),
     )
     assert [f"stopped after step {n} with a checkpoint" in output for n in range(5)] == [True, True, True, True, False]
@@ -54,8 +55,9 @@ def test_signals_stop_with_a_checkpoint_and_nothing_is_lost(tmp_path: Path) -> N
     assert_same_run(tmp_path / "whole", run, 5)
 
 
-def test_a_run_stops_before_its_time_is_up(tmp_path: Path) -> None:
-    """Without a signal, at the end of a step; it is evaluated where it should be, and leaves its milestones."""
+def test_run_stops_before_its_time_limit(tmp_path: Path) -> None:
+    """The run stops without a signal at the end of a step. It is evaluated at the usual steps and keeps its
+    milestones."""
     settings = (
         "run.steps=3", "evaluation.every_steps=2", "evaluation.before_training=false", "data.validation.limit=4",
         "checkpoint.every_steps=100", "checkpoint.keep_last=1", "checkpoint.keep_every_steps=2",
@@ -73,14 +75,14 @@ def test_a_run_stops_before_its_time_is_up(tmp_path: Path) -> None:
     (exported,) = (run / "huggingface").iterdir()
     assert exported.name == "step-000002"
     final = load_file(run / "final" / "model.safetensors")
-    found = load_file(exported / "model.safetensors")
-    assert found.keys() == final.keys()
-    assert not all(torch.equal(found[name], final[name]) for name in final)  # of a step before
+    milestone = load_file(exported / "model.safetensors")
+    assert milestone.keys() == final.keys()
+    assert not all(torch.equal(milestone[name], final[name]) for name in final)  # of an earlier step
 
 
-def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
-    """One rank gets a signal while all of them generate, or evaluate, which would take two minutes each. Responses are
-    dropped and generated again, or kept; an evaluation that was given up is made up for."""
+def test_signals_interrupt_generation_without_losses(tmp_path: Path) -> None:
+    """One rank receives a signal while all ranks generate or evaluate for up to two minutes. Responses are dropped
+    and generated again, or kept. An interrupted evaluation is repeated."""
     settings = (
         "run.steps=3", "checkpoint.every_steps=100", "evaluation.every_steps=3", "data.validation.limit=20",
         "rollout.generate_batch_sequences=2",
@@ -102,31 +104,36 @@ def test_generation_is_given_up_at_once_and_nothing_is_lost(tmp_path: Path) -> N
     )
     assert re.findall(r"stopped after step (\d) with a checkpoint", output) == ["0", "0", "2", "3"]
     tokens = [int(count) for count in re.findall(r"tokens in the stalled stage: (\d+)", output)]
-    assert len(tokens) == 8 and max(tokens) <= 20, tokens  # of at least 20 sequences with up to three tokens
-    kept = [len(torch.load(p)[3]["sample_ids_B"]) for p in sorted(run.glob("checkpoints/step-000002/responses-*.pt"))]
-    assert len(kept) == 2 and all(2 <= count < 40 for count in kept)
+    assert len(tokens) == 8 and max(tokens) <= 20, (
+        tokens
+    )  # at least 20 sequences with up to three tokens would be generated
+    counts = [len(torch.load(p)[3]["sample_ids_B"]) for p in sorted(run.glob("checkpoints/step-000002/responses-*.pt"))]
+    assert len(counts) == 2 and all(2 <= count < 40 for count in counts)
     last = [read_marker(folder / "checkpoints/step-000003").content for folder in (tmp_path / "whole", run)]
-    assert last[1]["metrics"]["eval/reward_mean"] == last[0]["metrics"]["eval/reward_mean"]  # by which the best is kept
+    assert (
+        last[1]["metrics"]["eval/reward_mean"] == last[0]["metrics"]["eval/reward_mean"]
+    )  # this metric selects the best checkpoint
     assert "Traceback" not in output
     assert_same_run(tmp_path / "whole", run, 3)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
-    """Of step 2, as one rank's disk is full; step 3 brings it. A signal in the evaluation of step 4, and another while
-    the run resumes, which leaves the checkpoint as it is: with the evaluation still to be done."""
+def test_failed_checkpoint_is_written_later(tmp_path: Path) -> None:
+    """The disk of one rank is full in step 2, and step 3 writes the checkpoint. A signal stops the evaluation of step
+    4. Another signal arrives during the resume and leaves the checkpoint unchanged, with the evaluation still
+    pending."""
     settings = ("run.steps=5", "checkpoint.every_steps=2")
     run = tmp_path / "run"
     full = {"rank": 1, "step": 2, "times": 1}
     output = attempts(
         tmp_path,
         train(tmp_path / "whole", *settings),
-        {**asked_to_stop(run, 4, "evaluate", "SIGTERM", "85", *settings), "full": full},
-        asked_to_stop(run, 0, "sync", "SIGTERM", "85", *settings),
+        {**stopped_run(run, 4, "evaluate", "SIGTERM", "85", *settings), "full": full},
+        stopped_run(run, 0, "sync", "SIGTERM", "85", *settings),
         train(run, *settings),
     )
-    told = f"the checkpoint of step 2 could not be written in {run / 'checkpoints'}: "
+    message = f"the checkpoint of step 2 could not be written in {run / 'checkpoints'}: "
     assert (
-        output.count(told) == 1
+        output.count(message) == 1
         and "No space left on device; the checkpoint is retried, 3 times in a row at most" in output
     )
     assert "stopped after step 4 with a checkpoint" in output
@@ -135,7 +142,7 @@ def test_a_checkpoint_that_cannot_be_written_is_written_later(tmp_path: Path) ->
     assert_same_run(tmp_path / "whole", run, 5)
 
 
-def test_a_checkpoint_that_can_never_be_written_ends_the_run(tmp_path: Path) -> None:
+def test_permanently_failed_checkpoint_ends_the_run(tmp_path: Path) -> None:
     full = {"rank": 0, "step": 1, "times": 9}
     output = attempts(tmp_path, train(tmp_path / "run", "run.steps=1", "evaluation=null", expect="1", full=full))
     assert output.count("No space left on device; it is tried again") == 2
@@ -143,15 +150,15 @@ def test_a_checkpoint_that_can_never_be_written_ends_the_run(tmp_path: Path) -> 
     assert "No space left on device, 3 times in a row; make room or fix the folder and start again" in output
 
 
-def test_without_checkpoints_a_signal_still_stops(tmp_path: Path) -> None:
+def test_signal_stops_a_run_without_checkpoints(tmp_path: Path) -> None:
     output = attempts(
-        tmp_path, asked_to_stop(tmp_path / "run", 2, "reward", "SIGTERM", "1", "run.steps=3", "checkpoint=null")
+        tmp_path, stopped_run(tmp_path / "run", 2, "reward", "SIGTERM", "1", "run.steps=3", "checkpoint=null")
     )
     assert "stopped after step 1 without a checkpoint, because checkpoint is null" in output
 
 
-def test_a_hang_is_reported_by_every_rank(tmp_path: Path) -> None:
-    """Rank 1 sleeps for ever; rank 0 waits for it in a collective."""
+def test_every_rank_reports_a_hang(tmp_path: Path) -> None:
+    """Rank 1 sleeps without end, and rank 0 waits for rank 1 in a collective."""
     run = tmp_path / "run"
     limits = ("runtime.phase_timeouts_seconds={reward: 4}", "run.steps=2")
     hang = train(run, *limits, expect="79", kill={"rank": 1, "step": 2, "at": "reward", "signal": None})
@@ -174,28 +181,28 @@ def test_every_stage_is_a_phase() -> None:
     assert set(re.findall(r'\.stage\("(\w+)"', sources)) == set(PHASES) - {"start"}
 
 
-def test_a_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_a_hanging_run(tmp_path: Path) -> None:
     hang = {"rank": 1, "step": 2, "at": "rollout", "signal": None}
     output = attempts(tmp_path, train(tmp_path / "run", "run.steps=3", expect="130", kill=hang, ctrl_c=True))
     assert output.count("SIGINT: stopping with a checkpoint as soon as the step allows") == 1
     assert "stopped at once" in output
 
 
-def test_two_jobs_in_a_directory(tmp_path: Path) -> None:
-    held = tmp_path / "run"
-    held.mkdir()
-    with (held / "lock").open("w") as file:
+def test_directory_in_use_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with (run / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("process 1234 on elsewhere")
         file.flush()
-        output = attempts(tmp_path, train(held, "run.steps=1", expect="2"))
-    assert f"run.directory '{held}' is in use by process 1234 on elsewhere; wait until this job ends" in output
+        output = attempts(tmp_path, train(run, "run.steps=1", expect="2"))
+    assert f"run.directory '{run}' is in use by process 1234 on elsewhere; wait until this job ends" in output
     assert "Traceback" not in output
-    assert os.listdir(held) == ["lock"]
+    assert os.listdir(run) == ["lock"]
 
 
-def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path: Path) -> None:
-    """It would log into files that nobody can open, and end with 0."""
+def test_removed_directory_ends_the_run(tmp_path: Path) -> None:
+    """Without this check, the run would log into deleted files and end with exit code 0."""
     run = tmp_path / "run"
     remove = {"rank": 1, "step": 2, "at": "forward", "remove": True}
     output = attempts(tmp_path, train(run, "run.steps=3", expect="1", kill=remove))
@@ -207,8 +214,8 @@ def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path: Path) -
 NOT_FINITE = ("actor.optimizer.learning_rate=1e9", "run.steps=2")
 
 
-def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
-    """Of a model with experts, whose batch has the routing that was replayed."""
+def test_refused_update_is_saved_and_repeatable(tmp_path: Path) -> None:
+    """The model has experts, so the saved batch contains the replayed routing."""
     run, model = tmp_path / "run", write_model(tmp_path / "model", "qwen3_moe", 3, vocab_size=16, num_hidden_layers=2)
     of_model = (f"model.path={model}", "model.init=pretrained", "model.tokenizer=configs/models/tiny_arithmetic",
                 "actor.layout={pipeline_parallel: 2}", "critic.layout={}", "actor.optimizer.weight_decay=1e9",
@@ -216,8 +223,8 @@ def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
     replay = {"arguments": ["train", "--replay", str(run / "replay/step-000001")], "processes": 2, "expect": "0"}
     refused = train(run, *NOT_FINITE, *of_model, "actor.offload=true", "critic.offload=true", expect="1")
     output = attempts(tmp_path, refused, replay, {**replay, "processes": 1, "expect": "2"})
-    kept = torch.load(run / "replay/step-000001/batch-00000.pt")
-    assert [len(routing) + 1 for routing in kept["routing"]] == [len(tokens) for tokens in kept["sequences"]] != []
+    batch = torch.load(run / "replay/step-000001/batch-00000.pt")
+    assert [len(routing) + 1 for routing in batch["routing"]] == [len(tokens) for tokens in batch["sequences"]] != []
     assert "its weights did not change" in output
     assert f"`megappo train --replay {run / 'replay/step-000001'}` repeats the update" in output
     assert "step 1, actor, minibatch 2: refused again, all numbers as in the run" in output
@@ -228,8 +235,8 @@ def test_a_refused_update_is_kept_and_repeats(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_crafted_replay_runs_no_code(tmp_path: Path) -> None:
-    """Whoever hands over a folder hands over its settings too, and these name functions."""
+def test_crafted_replay_runs_no_code(tmp_path: Path) -> None:
+    """A folder from another user contains settings of this user, which can name functions."""
     run, trace = tmp_path / "run", tmp_path / "trace"
     attempts(tmp_path, train(run, *NOT_FINITE, expect="1"))
     folder = run / "replay/step-000001"
@@ -256,7 +263,7 @@ def test_a_crafted_replay_runs_no_code(tmp_path: Path) -> None:
 
 
 class Touch:
-    """Pickled, it is a call that makes a file."""
+    """An object whose pickle is a call that creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -265,13 +272,13 @@ class Touch:
         return Path.touch, (Path(self.path),)
 
 
-def test_replays_are_few_where_the_run_goes_on(tmp_path: Path) -> None:
-    """The critic alone is broken; its refused updates are counted, and the first of a step is kept."""
+def test_continued_run_saves_few_replays(tmp_path: Path) -> None:
+    """Only the critic diverges. Its refused updates are counted, and the first refused update of a step is saved."""
     run = tmp_path / "run"
     growing = (
         "critic.optimizer.learning_rate=1e9",
         "critic.optimizer.weight_decay=1e9",
-    )  # past float32 in three updates
+    )  # exceeds float32 within three updates
     settings = (*growing, "algorithm.on_nonfinite=skip", "critic.value_clip=null")
     output = attempts(tmp_path, train(run, "run.steps=2", "actor.optimizer.learning_rate=1e-9", *settings))
     assert len(os.listdir(run / "replay")) <= 2
@@ -285,13 +292,14 @@ PENALTY = ("algorithm.policy_loss=penalty", "reference={}",
            "algorithm.kl_in_reward={coef: 0.1, controller: adaptive, target: 1.0}")  # fmt: skip
 
 
-def test_a_run_that_tolerates_it_goes_on_where_all_episodes_fail(tmp_path: Path) -> None:
-    """Without an update, and without a word about the engine's weights; by default it ends with the episodes' error."""
+def test_run_continues_if_all_failures_are_tolerated(tmp_path: Path) -> None:
+    """Steps in which all episodes fail have no update and no message about the weights of the engine. With a lower
+    limit, the run ends with the error of the episodes."""
 
     def failing(how: str, most: float, *settings: str, expect: str = "0") -> dict[str, object]:
         environment = {"name": "tests.support.troubled:Fails", "arguments": {"how": how}, "max_failure_fraction": most}
-        given = (f"rollout.environment={json.dumps(environment)}", "reward.function=environment", "evaluation=null")
-        return train(tmp_path / how, "run.steps=2", "checkpoint=null", *given, *settings, expect=expect)
+        overrides = (f"rollout.environment={json.dumps(environment)}", "reward.function=environment", "evaluation=null")
+        return train(tmp_path / how, "run.steps=2", "checkpoint=null", *overrides, *settings, expect=expect)
 
     output = attempts(
         tmp_path,
@@ -308,25 +316,25 @@ def test_a_run_that_tolerates_it_goes_on_where_all_episodes_fail(tmp_path: Path)
     assert "does not hold the actor's weights" not in output and "Traceback" not in output
 
 
-def test_the_first_reward_that_fails_is_told(tmp_path: Path) -> None:
-    """Once in a run, with the line of the user's code; the reason stands beside each sample, whatever is selected, and
-    the count in each line. So do prompts of unknown tokens."""
+def test_first_failed_reward_is_reported(tmp_path: Path) -> None:
+    """A run reports the first failure once, with the line of code of the user. Each sample has its reason, with any
+    selection, and each line has the share of failures. Prompts with unknown tokens are also reported."""
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}*1=", "answer": str(n)}) + "\n" for n in range(8)))
-    given = (
+    overrides = (
         "run.steps=2", "checkpoint=null", "evaluation=null", f"data={{train: {{source: {data}}}, "
         "apply_chat_template: false, max_prompt_tokens: 8}", "logging.sample_texts=40",
         "reward={function: 'tests.support.troubled:fussy', failure_score: -0.5, max_failure_fraction: 0.9}",
     )  # fmt: skip
-    first = train(tmp_path / "all", *given)
-    chosen = train(tmp_path / "chosen", *given, "rollout.dynamic_sampling={max_rounds: 2}")
-    broken = train(tmp_path / "broken", *given, "reward.max_failure_fraction=0.1", expect="1")
+    first = train(tmp_path / "all", *overrides)
+    chosen = train(tmp_path / "chosen", *overrides, "rollout.dynamic_sampling={max_rounds: 2}")
+    broken = train(tmp_path / "broken", *overrides, "reward.max_failure_fraction=0.1", expect="1")
     output = attempts(tmp_path, first, chosen, broken)
     code = Path(troubled.__file__).read_text().splitlines()
     line = next(n for n, text in enumerate(code, 1) if "cannot read" in text)
     at = f"({troubled.__file__}:{line})"
-    told = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
-    assert len(told) == 2 and all(at in words for words in told)
+    failures = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
+    assert len(failures) == 2 and all(at in failure for failure in failures)
     assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
     assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4
     assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>; use the model's own tokenizer" in output
@@ -337,8 +345,8 @@ def test_the_first_reward_that_fails_is_told(tmp_path: Path) -> None:
         assert not any("score_failure" in sample for sample in samples if sample not in failed)
 
 
-def test_torchrun_passes_a_signal_on(tmp_path: Path) -> None:
-    """SIGTERM to torchrun, as a scheduler sends it; the workers end with a checkpoint before torchrun kills them."""
+def test_torchrun_forwards_a_signal(tmp_path: Path) -> None:
+    """A scheduler sends a signal to torchrun. The workers end with a checkpoint before torchrun kills them."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--shutdown-timeout", "250", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "-m", "megappo"]

@@ -1,4 +1,4 @@
-"""Whole runs through the command line, as a user starts them."""
+"""Complete runs through the command line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
 def megappo(*arguments: object, processes: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """Run the command line, on several processes with torchrun's variables."""
+    """Run the command line, with the variables of torchrun if there are several processes."""
     return start("megappo", *arguments, processes=processes, timeout_seconds=timeout)
 
 
 def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: float = 400) -> list[dict[str, Any]]:
-    """A run of the quickstart configuration; returns its metrics."""
+    """Run the quickstart configuration and return its metrics."""
     done = megappo(
         "train",
         "configs/quickstart.yaml",
@@ -45,7 +45,7 @@ def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: fl
     return read_metrics(directory / "metrics.jsonl")
 
 
-EXACT = "reward.function=exact"  # which the first answers get right now and then, so that returns differ
+EXACT = "reward.function=exact"  # some first answers are right, so the returns differ
 SHORT = (
     "run.steps=2", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40",
     EXACT,
@@ -69,19 +69,19 @@ def test_every_logged_metric_is_documented_and_finite(short_run: Path) -> None:
     assert all(math.isfinite(value) for line in lines for value in line.values())
 
 
-def test_engine_and_trainer_agree(short_run: Path) -> None:
-    """Float32 on both sides, before and after an update: the sync carried the weights over."""
+def test_engine_and_trainer_logprobs_agree(short_run: Path) -> None:
+    """Both sides have float32 weights before and after an update, so the sync transferred the weights."""
     for line in read_metrics(short_run / "metrics.jsonl")[1:]:
         assert 0 < line["mismatch/max"] < 1e-4
     assert line["sync/version"] == 3
 
 
-def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
+def test_run_directory_contains_the_expected_files(short_run: Path) -> None:
     assert (short_run / "config.yaml").exists()
     assert list((short_run / "tensorboard").glob("events*"))
     samples = [json.loads(line) for line in (short_run / "samples.jsonl").read_text().splitlines()]
     assert {"step", "prompt", "response", "raw_response", "answer", "score", "tokens"} <= samples[0].keys()
-    for sample in samples:  # the raw text also shows special tokens, the clean one none
+    for sample in samples:  # the raw text also shows special tokens, the clean text none
         tokens = re.findall(r"<\w+>|.", sample["raw_response"])
         assert len(tokens) <= sample["tokens"]  # the model has one more token than its tokenizer can write
         assert "".join(token for token in tokens if len(token) == 1) == sample["response"]
@@ -91,9 +91,9 @@ def test_the_run_leaves_what_a_user_looks_for(short_run: Path) -> None:
     assert str(short_run / "final") in done.stdout
 
 
-def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
-    """Each stage of the page is as long as the log has it at least, all of them are no longer than the step, and the
-    report ends with the page."""
+def test_step_is_traced_on_every_rank(short_run: Path) -> None:
+    """Each stage of the trace is at least as long as in the log, and the sum of the stages is at most the duration of
+    the step. The report ends with the page of the trace."""
     profile = short_run / "profile"
     traces = [f"step-000002-rank-{rank}.json.gz" for rank in (0, 1)]
     assert sorted(path.name for path in profile.iterdir()) == sorted([*traces, "step-000002.json", "step-000002.md"])
@@ -103,7 +103,9 @@ def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
     stages = {stage["stage"]: stage for stage in ranks[0]["stages"]}
     timed = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync")
     assert set(stages) == set(timed)
-    traced = {name: stages[name]["seconds"] for name in timed}  # around what the log has, by another clock
+    traced = {
+        name: stages[name]["seconds"] for name in timed
+    }  # includes the logged duration, measured by another clock
     assert all(traced[name] > 0.99 * logged[f"time/{name}"] - 1e-3 for name in timed)
     assert sum(traced.values()) < 1.01 * logged["time/step"]
     update = stages["update_actor"]
@@ -111,14 +113,14 @@ def test_a_step_is_traced_on_every_rank(short_run: Path) -> None:
     assert (profile / "step-000002.md").read_text().strip() in megappo("report", short_run).stdout
 
 
-def test_the_final_folder_loads_in_transformers(short_run: Path) -> None:
+def test_final_folder_loads_in_transformers(short_run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(short_run / "final")
     tokenizer = AutoTokenizer.from_pretrained(short_run / "final")
     ids = tokenizer("1+2=", return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
 
 
-def test_export_from_the_run_directory_is_the_same_model(short_run: Path, tmp_path: Path) -> None:
+def test_export_equals_the_final_model(short_run: Path, tmp_path: Path) -> None:
     done = megappo("export", short_run, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -127,7 +129,7 @@ def test_export_from_the_run_directory_is_the_same_model(short_run: Path, tmp_pa
     assert all(torch.equal(ours[name], final[name]) for name in ours)
 
 
-def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
+def test_export_reports_a_missing_configuration(short_run: Path, tmp_path: Path) -> None:
     done = megappo("export", tmp_path, tmp_path / "out")
     assert done.returncode == 2
     assert "contains no config.yaml; name the directory of a run" in done.stderr
@@ -135,7 +137,7 @@ def test_export_names_what_is_missing(short_run: Path, tmp_path: Path) -> None:
 
 def test_evaluation_of_exported_weights(short_run: Path) -> None:
     one_process = ("actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1")
-    other = ("evaluation=null", EXACT)  # the first is about training
+    other = ("evaluation=null", EXACT)  # these settings differ from those of the training run
     weights = short_run / "final"
     done = megappo("eval", "configs/quickstart.yaml", "--weights", weights, *one_process, *other)
     assert done.returncode == 0, done.stderr
@@ -143,18 +145,18 @@ def test_evaluation_of_exported_weights(short_run: Path) -> None:
     assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
 
 
-def test_an_evaluation_tells_what_has_no_grade_and_what_was_dropped(tmp_path: Path) -> None:
-    """In one process, of a configuration for two; the mean is over the answers with a grade."""
+def test_evaluation_reports_failures_and_dropped_prompts(tmp_path: Path) -> None:
+    """One process evaluates with a configuration of two ranks. The mean contains only answers with a grade."""
     sums = ["1+1=", "2+1=", "2+2=", "3+1=", "4+1="]
     for name, prompts in (("sums", sums), ("long", [*sums, "1+1+1+1+1+1="])):
         lines = [json.dumps({"prompt": prompt, "answer": "2"}) for prompt in prompts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     long = {"source": str(tmp_path / "long.jsonl"), "samples": 2, "temperature": 1.0, "pass_at": [1, 2]}
-    given = (
+    overrides = (
         f"data.validation={{source: {tmp_path / 'sums.jsonl'}}}", f"data.validation_sets={json.dumps({'long': long})}",
         "reward={function: 'tests.support.troubled:fussy', failure_score: 9}",
     )  # fmt: skip
-    done = megappo("eval", "configs/quickstart.yaml", *given, "reward.max_failure_fraction=0.4")
+    done = megappo("eval", "configs/quickstart.yaml", *overrides, "reward.max_failure_fraction=0.4")
     assert done.returncode == 0, done.stderr
     numbers = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("eval/"))
     assert {name: float(numbers[name]) for name in ("eval/failures", "eval/long/failures", "eval/dropped")} == {
@@ -165,19 +167,19 @@ def test_an_evaluation_tells_what_has_no_grade_and_what_was_dropped(tmp_path: Pa
     assert "eval: 2 of 5 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
     assert "eval/long: 4 of 10 answers have no grade" in done.stdout
     assert "5 validation prompts of long, 1 dropped and 0 cut as too long" in done.stdout
-    refused = megappo("eval", "configs/quickstart.yaml", *given, "reward.max_failure_fraction=0.3")
+    refused = megappo("eval", "configs/quickstart.yaml", *overrides, "reward.max_failure_fraction=0.3")
     assert refused.returncode == 1
     assert "2 of 5 rewards failed, more than reward.max_failure_fraction 0.3" in refused.stderr
 
 
-def test_a_run_tells_what_its_evaluations_leave_out(tmp_path: Path) -> None:
+def test_run_reports_samples_without_a_grade(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("1+1=", "2+1=", "1+1+1+1+1=")))
-    given = (
+    overrides = (
         f"data.validation={{source: {tmp_path / 'data.jsonl'}}}", "reward.function=tests.support.troubled:fussy",
         "evaluation.every_steps=1", "run.steps=1", "actor.layout={}", "critic.layout={}", "reward.failure_score=9",
         f"run.directory={tmp_path / 'run'}", "reward.max_failure_fraction=0.9",
     )  # fmt: skip
-    done = megappo("train", "configs/quickstart.yaml", *given)
+    done = megappo("train", "configs/quickstart.yaml", *overrides)
     assert done.returncode == 0, done.stderr
     assert "2 validation prompts, 1 dropped and 0 cut as too long" in done.stdout
     assert "eval: 1 of 2 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
@@ -186,7 +188,7 @@ def test_a_run_tells_what_its_evaluations_leave_out(tmp_path: Path) -> None:
     assert (last["eval/failures"], last["eval/dropped"]) == (0.5, 1.0) and last["eval/reward_mean"] <= 1
 
 
-def test_another_run_does_not_continue_this_one(short_run: Path) -> None:
+def test_run_with_other_settings_is_refused(short_run: Path) -> None:
     one_process = ("actor.layout={}", "critic.layout={}", EXACT)
     done = megappo("train", "configs/quickstart.yaml", f"run.directory={short_run}", *one_process)
     assert done.returncode == 2
@@ -201,19 +203,20 @@ def test_estimators_without_a_critic(tmp_path: Path, estimator: str) -> None:
     assert lines[-1]["actor/updates"] > 0
 
 
-def test_ranks_without_prompts_change_nothing(tmp_path: Path) -> None:
-    """A step may have fewer prompts than there are ranks."""
+def test_ranks_without_prompts(tmp_path: Path) -> None:
+    """A step may have fewer prompts than ranks."""
     one_prompt = (*SHORT, "rollout.prompts_per_step=1", "rollout.samples_per_prompt=40")
     alone = quickstart(tmp_path / "one", *one_prompt, "actor.layout={}", "critic.layout={}", processes=1)
-    found = quickstart(tmp_path / "two", *one_prompt, "actor.layout={}", "critic.layout={}", processes=2)
-    assert len(found) == len(alone) == 3
-    for line, expected in zip(found, alone, strict=True):
+    on_two_ranks = quickstart(tmp_path / "two", *one_prompt, "actor.layout={}", "critic.layout={}", processes=2)
+    assert len(on_two_ranks) == len(alone) == 3
+    for line, expected in zip(on_two_ranks, alone, strict=True):
         same = {name: n for name, n in expected.items() if not re.search("^time/|^memory/|second|imbalance", name)}
         assert {name: line[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_every_option_at_once(tmp_path: Path) -> None:
-    """Adaptive KL in the reward, KL in the loss, PPO-penalty, target KL, correction with rejection, critic warm-up."""
+def test_many_options_together(tmp_path: Path) -> None:
+    """The run has adaptive KL in the reward, KL in the loss, PPO-penalty, target KL, a correction with rejection, and
+    a warm-up of the critic."""
     lines = quickstart(
         tmp_path / "run", *SHORT, "run.steps=3", "reference={}",
         "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}",
@@ -225,7 +228,7 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     steps = {line["step"]: line for line in lines}
     assert "actor/loss" not in steps[1]  # the critic warms up
     assert steps[1]["kl/mean"] == pytest.approx(0, abs=1e-6)  # the reference is the starting policy
-    assert steps[2]["actor/updates"] == 1  # the second update passed the target and was not applied
+    assert steps[2]["actor/updates"] == 1  # the second update exceeded the target KL and was not applied
     assert steps[3]["kl/coef"] != steps[1]["kl/coef"]
     assert steps[2]["actor/penalty_coef"] == 1
     kl = steps[2]["actor/final_kl"]  # default target: 0.01
@@ -234,8 +237,8 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     assert steps[3]["correction/weight_mean"] == pytest.approx(1, abs=1e-3)
 
 
-def test_a_critic_is_trained_alone_in_as_many_updates_as_are_named(tmp_path: Path) -> None:
-    """40 samples in 3 minibatches, which have 14, 13 and 13 of them; the actor stays what it was."""
+def test_critic_warmup_with_a_number_of_minibatches(tmp_path: Path) -> None:
+    """40 samples are split into 3 minibatches of 14, 13 and 13 samples. The actor does not change."""
     lines = quickstart(
         tmp_path / "run", *SHORT, "critic.minibatch_sequences=null", "critic.minibatches=3", "critic.epochs=1",
         "critic.warmup_steps=2", "actor.layout={}", "critic.layout={}",
@@ -250,8 +253,9 @@ def test_a_critic_is_trained_alone_in_as_many_updates_as_are_named(tmp_path: Pat
     assert steps[2]["mismatch/max"] < 1e-4
 
 
-def test_the_penalty_follows_what_the_updates_ended_at(tmp_path: Path) -> None:
-    """With one update a step, before which the KL is 0: the weight rises where the step ended above the target."""
+def test_penalty_adapts_to_the_final_kl(tmp_path: Path) -> None:
+    """The step has one update, and the KL before this update is 0. The coefficient increases if the KL after the
+    update is above the target."""
     lines = quickstart(
         tmp_path / "run", *SHORT, "run.steps=4", "algorithm.policy_loss=penalty", "algorithm.penalty={target: 1.0e-9}",
         "actor.epochs=1", "actor.minibatch_sequences=80",
@@ -262,14 +266,14 @@ def test_the_penalty_follows_what_the_updates_ended_at(tmp_path: Path) -> None:
     assert [line["actor/penalty_coef"] for line in steps] == [1, 2, 4, 8]
 
 
-def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
-    """The same weights and arithmetic, so the first update of each step still starts near ratio 1. Every other step
-    does without the actor's scores. A trace that finds a file in its place ends no run."""
+def test_bypass_uses_logprobs_of_the_engine(tmp_path: Path) -> None:
+    """Weights and arithmetic of engine and trainer are equal, so the first update of each step starts near ratio 1.
+    Every second step skips the scores of the actor. A file at the path of the trace does not end the run."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").touch()
     bypass = ("algorithm.old_logprob=bypass", "algorithm.mismatch_every_steps=2")
-    words = (*bypass, "actor.epochs=1", "actor.minibatch_sequences=80", "--profile=1")
-    lines = quickstart(tmp_path / "run", *SHORT, *words)
+    settings = (*bypass, "actor.epochs=1", "actor.minibatch_sequences=80", "--profile=1")
+    lines = quickstart(tmp_path / "run", *SHORT, *settings)
     steps = [line for line in lines if line["step"] > 0]
     assert [line["step"] for line in steps if "mismatch/mean" in line] == [line["step"] for line in steps][::2]
     for line in lines[1:]:
@@ -278,17 +282,17 @@ def test_bypass_takes_the_engines_logprobs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bypass", [False, True])
 def test_engine_and_trainer_agree_below_a_minimum_length(tmp_path: Path, bypass: bool) -> None:
-    """The engine samples the first three tokens without stop tokens, and so does the trainer compute them."""
-    words = ["rollout.min_response_tokens=3", "rollout.max_response_tokens=5", "actor.layout={tensor_parallel: 2}"]
+    """Engine and trainer both exclude stop tokens from the first three tokens."""
+    settings = ["rollout.min_response_tokens=3", "rollout.max_response_tokens=5", "actor.layout={tensor_parallel: 2}"]
     if bypass:
-        words += ["algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80"]
-    lines = quickstart(tmp_path / "run", *SHORT, *words, "evaluation=null", "data.validation=null")
+        settings += ["algorithm.old_logprob=bypass", "actor.epochs=1", "actor.minibatch_sequences=80"]
+    lines = quickstart(tmp_path / "run", *SHORT, *settings, "evaluation=null", "data.validation=null")
     for line in lines[1:]:
         assert 3 <= line["response/length"] <= 5 and 0 < line["mismatch/max"] < 1e-4
         assert not bypass or abs(line["actor/ratio_max"] - 1) < 1e-3
 
 
-def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+def test_runs_with_the_same_seed_are_equal(tmp_path: Path) -> None:
     first, second = (quickstart(tmp_path / name, *SHORT) for name in "ab")
     for a, b in zip(first, second, strict=True):
         for name in a:
@@ -296,8 +300,8 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
                 assert a[name] == b[name], name
 
 
-def test_the_quickstart_begins_to_learn(tmp_path: Path) -> None:
-    """A sixth of its steps, at the rates that it begins with."""
+def test_quickstart_starts_to_learn(tmp_path: Path) -> None:
+    """The run has one sixth of the steps of the quickstart, with its initial learning rates."""
     constant = [f"{role}.optimizer.schedule=constant" for role in ("actor", "critic")]
     rewards = [
         line["reward/mean"] for line in quickstart(tmp_path / "run", "run.steps=20", "evaluation=null", *constant)
@@ -307,8 +311,8 @@ def test_the_quickstart_begins_to_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_quickstart_learns_to_answer_and_to_stop(tmp_path: Path) -> None:
-    """Judged by transformers, special tokens shown: the sum, then the end token."""
+def test_quickstart_learns_answers_and_end_tokens(tmp_path: Path) -> None:
+    """transformers generates the answer with special tokens: the sum, then the end token."""
     lines = quickstart(tmp_path / "run", timeout=590)
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert rewards[0] < 0.3
@@ -323,10 +327,10 @@ def test_the_quickstart_learns_to_answer_and_to_stop(tmp_path: Path) -> None:
     assert sum(right) >= 0.95 * len(right)
 
 
-def test_the_step_benchmark(tmp_path: Path) -> None:
+def test_benchmark_of_a_step(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    words = ("configs/quickstart.yaml", "--warmup", "1", "--repeat", "2", "--json", out)
-    done = start("benchmarks.step", *words, processes=2)
+    arguments = ("configs/quickstart.yaml", "--warmup", "1", "--repeat", "2", "--json", out)
+    done = start("benchmarks.step", *arguments, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.read_text())
     stages = {row["stage"]: row for row in report["stages"]}
@@ -360,8 +364,8 @@ atexit.register(write)
 """
 
 
-def test_the_launch_script(short_run: Path, tmp_path: Path) -> None:
-    """On one machine nothing of it, torchrun included, listens to other machines."""
+def test_launch_script(short_run: Path, tmp_path: Path) -> None:
+    """On one machine, no process of the launch, including torchrun, listens to other machines."""
     (tmp_path / "sitecustomize.py").write_text(LISTENERS)
     environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "LISTENERS": str(tmp_path / "listeners")}
     environment["PYTHONPATH"] = str(tmp_path)
@@ -372,8 +376,8 @@ def test_the_launch_script(short_run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "listeners").read_text() == "[]\n[]\n"
 
 
-def test_a_mismatch_beyond_the_limit_stops_the_run(tmp_path: Path) -> None:
-    """Rounding alone exceeds a limit of 1e-12 nats; the sentence says what to look for."""
+def test_mismatch_above_the_limit_stops_the_run(tmp_path: Path) -> None:
+    """Rounding errors exceed a limit of 1e-12 nats. The error message names the limit."""
     one_process = ("actor.layout={}", "critic.layout={}", *SHORT)
     done = megappo(
         "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *one_process,
@@ -388,21 +392,22 @@ def test_a_mismatch_beyond_the_limit_stops_the_run(tmp_path: Path) -> None:
 def test_failing_rewards_stop_the_run_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "broken_reward.py").write_text("def score(**sample):\n    raise KeyError('no such column')\n")
     path = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'kernels'}"}
-    words = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT, "evaluation=null")
-    given = harness.environment() | path
-    done = start("megappo", *words, "reward.function=broken_reward:score", processes=2, environment=given)
+    settings = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT, "evaluation=null")
+    variables = harness.environment() | path
+    done = start("megappo", *settings, "reward.function=broken_reward:score", processes=2, environment=variables)
     assert done.returncode == 1
     assert "KeyError: 'no such column'" in done.stderr
     assert "max_failure_fraction" in done.stderr
     assert "megappo/commands/train.py" not in done.stderr
 
 
-def test_an_agent_of_openais_sdk_is_trained(tmp_path: Path) -> None:
-    """It knows the endpoint and its key alone; the trainer finds the log-probabilities of its turns to be its own."""
+def test_training_of_an_agent_with_openai_sdk(tmp_path: Path) -> None:
+    """The agent receives only the endpoint and its key. The log-probabilities of the turns agree with those of the
+    trainer."""
     pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
     write_chat("configs/models/tiny_arithmetic", str(tmp_path / "chat"))
-    words = (f"run.directory={tmp_path / 'run'}", f"model.tokenizer={tmp_path / 'chat'}")
-    done = megappo("train", "tests/examples/agent.yaml", *words, processes=1)
+    overrides = (f"run.directory={tmp_path / 'run'}", f"model.tokenizer={tmp_path / 'chat'}")
+    done = megappo("train", "tests/examples/agent.yaml", *overrides, processes=1)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for line in (first, last):
@@ -415,16 +420,16 @@ def test_an_agent_of_openais_sdk_is_trained(tmp_path: Path) -> None:
 @pytest.mark.learning
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
-def test_a_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
-    """Two turns, of which the second cannot be known without the tool's answer, one of a hundred. Problems that were
-    held out are solved too, and without the tool none is."""
+def test_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
+    """Episodes have two turns. The second turn needs the answer of the tool, one of a hundred. With the tool, the
+    model also solves held-out problems. Without the tool, it solves almost no problem."""
     rewards: dict[bool, list[dict[str, Any]]] = {}
     for answers in (True, False):
         run = tmp_path / str(answers)
         arguments = f"rollout.environment.arguments={{strict: true, answers: {str(answers).lower()}}}"
-        words = ["train", "tests/examples/lookup.yaml", f"run.directory={run}", f"rollout.engine={engine}", arguments]
-        words += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
-        done = megappo(*words, processes=2, timeout=1700)
+        command = ["train", "tests/examples/lookup.yaml", f"run.directory={run}", f"rollout.engine={engine}", arguments]
+        command += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
+        done = megappo(*command, processes=2, timeout=1700)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         rewards[answers] = read_metrics(run / "metrics.jsonl")
     with_tool, without = ([line["reward/mean"] for line in rewards[answers][-5:]] for answers in (True, False))

@@ -1,7 +1,8 @@
-"""Adapters for tests: PEFT folders, and models of transformers that have them.
+"""Adapters for tests: PEFT folders, and transformers models with these adapters.
 
-PEFT itself puts them on dense matrices. transformers keeps all experts of a layer in one parameter, where they stand as
-PEFT's published formula has them, one pair for each matrix of each expert. Imports nothing of megappo.
+PEFT itself adds the adapters of dense matrices. transformers stores all experts of a layer in one parameter. For
+experts, this file therefore applies the published formula of PEFT, with one pair for each matrix of each expert.
+The file does not import megappo.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def write_adapters(
     targets: tuple[str, ...] = MATRICES,
     b_std: float = 0.05,
 ) -> Path:
-    """A folder as PEFT writes it, whose B are not zero, so that both factors have a gradient at once."""
+    """Write a PEFT folder. The B matrices are not zero, so both factors have gradients in the first step."""
     g = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, weight in sorted(load_file(base / "model.safetensors").items()):
@@ -49,8 +50,8 @@ def write_adapters(
 
 
 class _OfExperts(nn.Module):
-    """Adds scale B A to the matrices of all experts, which stand one below the other where there are several; `pairs`
-    has A and B of those that are adapted, by the place of the matrix."""
+    """Add scale B A to the matrices of all experts. A parameter may contain several matrices, stacked along the
+    output dimension. `pairs` contains A and B of each adapted matrix, by its index in the stack."""
 
     def __init__(self, pairs: dict[int, tuple[Tensor, Tensor]], matrices: int, scale: float) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class _OfExperts(nn.Module):
 
 
 def put_adapters(model: Any, folder: Path) -> None:
-    """Have a causal language model train the adapters of a PEFT folder and nothing else."""
+    """Add the adapters of a PEFT folder to a causal language model and freeze all other weights."""
     config = json.loads((folder / "adapter_config.json").read_text())
     stored = load_file(folder / "adapter_model.safetensors")
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
@@ -75,7 +76,8 @@ def put_adapters(model: Any, folder: Path) -> None:
     names = {name.split(".lora_")[0] for name in dense}
     model.requires_grad_(False)
     if dense:
-        # Layer by layer: of a whole model PEFT takes `gate_proj` for the experts' alone where they have such matrices.
+        # Adapters are added layer by layer. For a whole model with expert matrices, PEFT applies `gate_proj` only to
+        # the experts.
         for number, layer in enumerate(model.model.layers):
             start = f"model.layers.{number}."
             own = [name.removeprefix(start) for name in names if name.startswith(start)]
@@ -109,12 +111,12 @@ def put_adapters(model: Any, folder: Path) -> None:
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
-    """The adapters of such a model, or of one that has it as its trunk, by PEFT's names."""
-    found: dict[str, Tensor] = {}
+    """Return the adapters of the model, or of the model that is the trunk of a value model, by PEFT names."""
+    adapters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         name = name.replace("trunk.", "model.")
         if ".lora_" in name:
-            found[name.replace(".default", "")] = parameter.detach()
+            adapters[name.replace(".default", "")] = parameter.detach()
         elif ".parametrizations." in name and "original" not in name:
             stem, rest = name.split(".parametrizations.")
             fused, _, letter, place = rest.split(".")
@@ -122,25 +124,27 @@ def adapters_of(model: Any) -> dict[str, Tensor]:
             matrix = (gate_and_up if fused == "gate_up_proj" else down)[int(place)]
             for expert, tensor in enumerate(parameter.detach()):
                 name = f"{stem.replace('mlp', where)}.{expert}.{matrix}.lora_{letter.upper()}.weight"
-                found[name] = tensor
-    return found
+                adapters[name] = tensor
+    return adapters
 
 
 def _names_of_experts(model: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """In files: of what holds them, of the matrices in `gate_up_proj`, and of those in `down_proj`."""
+    """Return the names in files: the container of the experts, the matrices in `gate_up_proj`, and those in
+    `down_proj`."""
     if getattr(model, "trunk", model).config.model_type == "mixtral":
         return "block_sparse_moe", ("w1", "w3"), ("w2",)
     return "mlp", ("gate_proj", "up_proj"), ("down_proj",)
 
 
 def merged_weights(base: Path, model: Any) -> dict[str, Tensor]:
-    """The weights in a folder with a model's adapters added; a critic has no output layer, and a head."""
-    weights, found = load_file(base / "model.safetensors"), adapters_of(model)
+    """Return the weights of a folder with the adapters of a model merged. A critic has a value head instead of an
+    output layer."""
+    weights, adapters = load_file(base / "model.safetensors"), adapters_of(model)
     scale = _scale(model)
-    for name, a in found.items():
+    for name, a in adapters.items():
         if name.endswith(".lora_A.weight"):
             stem = name.removesuffix(".lora_A.weight")
-            weights[f"{stem}.weight"] = weights[f"{stem}.weight"] + scale * found[f"{stem}.lora_B.weight"] @ a
+            weights[f"{stem}.weight"] = weights[f"{stem}.weight"] + scale * adapters[f"{stem}.lora_B.weight"] @ a
     head: Mapping[str, Tensor] = {n: p for n, p in model.named_parameters() if n.startswith("head.")}
     if head:
         weights.pop("lm_head.weight", None)
@@ -149,5 +153,7 @@ def merged_weights(base: Path, model: Any) -> dict[str, Tensor]:
 
 def _scale(model: Any) -> float:
     of_experts = (module.scale for module in model.modules() if isinstance(module, _OfExperts))
-    scalings = (getattr(module, "scaling", None) for module in model.modules())  # attention has one of its own
+    scalings = (
+        getattr(module, "scaling", None) for module in model.modules()
+    )  # attention has a different `scaling` attribute
     return next((float(s["default"]) for s in scalings if isinstance(s, dict)), 0.0) or next(of_experts)

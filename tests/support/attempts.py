@@ -1,4 +1,4 @@
-"""Runs that are killed and started again, and what makes two of them the same run."""
+"""Runs that are killed and restarted, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SMALL = (
 )  # fmt: skip
 
 
-def attempts(folder: Path, *wanted: dict[str, Any], timeout: float = 200) -> str:
-    """Run killed_runs.py; returns what all attempts printed."""
+def attempts(folder: Path, *planned: dict[str, Any], timeout: float = 200) -> str:
+    """Run killed_runs.py and return the output of all attempts."""
     plan = folder / "attempts.json"
-    plan.write_text(json.dumps(wanted))
+    plan.write_text(json.dumps(planned))
     return launch("killed_runs.py", 0, plan, timeout_seconds=timeout)
 
 
@@ -29,7 +29,7 @@ def train(
     expect: str = "0",
     **more: Any,
 ) -> dict[str, Any]:
-    """An attempt at a shipped configuration."""
+    """Return an attempt to train with a shipped configuration."""
     arguments = ["train", f"configs/{config}.yaml", f"run.directory={directory}", *SMALL, *overrides]
     return {"arguments": arguments, "processes": processes, "expect": expect, **more}
 
@@ -37,7 +37,8 @@ def train(
 def killed_at(
     directory: Path, step: int, at: str, rank: int, *overrides: str, after_checkpoint: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """An attempt that ends by SIGKILL, once the checkpoint of step `after_checkpoint` is written, if it is above 0."""
+    """Return an attempt that ends by SIGKILL. If `after_checkpoint` is above 0, the kill waits for the checkpoint of
+    this step."""
     kill: dict[str, Any] = {"step": step, "at": at, "rank": rank}
     if after_checkpoint:
         kill["after_checkpoint"] = after_checkpoint
@@ -45,7 +46,7 @@ def killed_at(
 
 
 def timeless(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times, rates and memory."""
+    """Return the lines of metrics.jsonl without times, rates and memory."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {
@@ -58,7 +59,7 @@ def timeless(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(undisturbed: Path, disturbed: Path, step: int) -> None:
-    """Metrics, samples, final weights, optimizers and random states, to the last bit."""
+    """Check that metrics, samples, final weights, optimizers and random states are bitwise equal."""
     assert timeless(undisturbed / "metrics.jsonl") == timeless(disturbed / "metrics.jsonl")
     last = undisturbed / "checkpoints" / f"step-{step:06d}"
     written = {p.relative_to(undisturbed) for p in (*last.glob("*.distcp"), *last.glob("*-0000?.pt"))}

@@ -1,4 +1,4 @@
-"""Bytes of a run's checkpoint, as they are and as the plan has them."""
+"""Actual and planned bytes of the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megappo.plan.planner import make_plan, read_models
 
 
 def written_and_planned_bytes(run: Path, step: int, ranks: int) -> tuple[int, float]:
-    """Bytes of all tensors in the checkpoint of a step, and `Stopping.checkpoint_bytes` of the run's settings."""
+    """Return the bytes of all tensors in the checkpoint of a step, and `Stopping.checkpoint_bytes` for the settings
+    of the run."""
     entries = (
         dcp.FileSystemReader(run / "checkpoints" / f"step-{step:06d}").read_metadata().state_dict_metadata.values()
     )

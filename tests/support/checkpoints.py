@@ -1,7 +1,7 @@
-"""Small checkpoints of known numbers.
+"""Small checkpoints with known numbers.
 
-`python -m tests.support.checkpoints` packs one that the installed torch writes into
-`tests/checkpoint/archives/torch-<version>.tar.xz`, for the tests of other versions to read.
+`python -m tests.support.checkpoints` writes a checkpoint with the installed torch to
+`tests/checkpoint/archives/torch-<version>.tar.xz`. The tests of other versions read this archive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = {"actor.weight.a": (64, 8), "critic.weight.b": (64, 8)}
 
 
 def snapshot(step: int, reward: float = 0.0) -> Snapshot:
-    """Tensors full of the step's number."""
+    """Return a snapshot in which every number is the step."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     shards = {
@@ -52,7 +52,7 @@ def snapshot(step: int, reward: float = 0.0) -> Snapshot:
 
 
 def write(directory: Path, runtime: Runtime, *steps: int, **settings: Any) -> None:
-    """One checkpoint after the other, as a run does it."""
+    """Write the checkpoints of several steps in sequence, as in a run."""
     writer = CheckpointWriter(directory, CheckpointSettings(**settings), runtime, 60)
     for step in steps:
         writer.save(snapshot(step, reward=-abs(step - 2)), wait=False)
@@ -60,7 +60,7 @@ def write(directory: Path, runtime: Runtime, *steps: int, **settings: Any) -> No
 
 
 def stored(folder: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor]]:
-    """A folder's weights as an actor's checkpoint has them."""
+    """Return the weights of a folder with the names and shapes of the checkpoint of an actor."""
     source, whole = SafetensorsSource(folder, arch), load_file(folder / "model.safetensors")
     for parameter in model_parameters(arch):
         for name, parts in parameter.stored.items():
@@ -73,7 +73,7 @@ def stored(folder: Path, arch: ArchitectureConfig) -> Iterator[tuple[str, Tensor
 
 
 def one_step_run(root: Path) -> Path:
-    """`root` with a `model`, and a `run` whose checkpoint of step 1 holds the model's weights."""
+    """Write `root` with a `model`, and a `run` whose checkpoint of step 1 contains the weights of the model."""
     model = write_model(root / "model", "llama", 3, num_hidden_layers=2)
     arch = read_architecture(model)
     config = load_config(BASE, [f"model.path={model}", f"model.tokenizer={TINY}", "critic=null"])

@@ -1,4 +1,4 @@
-"""Sizes of a small model, for settings that need some."""
+"""The shape of a small model, for settings that require one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped configurations and the commands in their heads."""
+"""The shipped configurations and the commands in their header comments."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ reward: {function: exact}
 
 
 def write_short(folder: Path, model: str = str(ROOT / "configs" / "models" / "Qwen3-0.6B")) -> Path:
-    """A configuration of nothing but a model (its folder, and more of its section), data, a reward and steps."""
+    """Write a configuration with a model (its folder, and other fields of the section), data, a reward and steps."""
     path = folder / "first_try.yaml"
     path.write_text(_SHORT % model)
     return path
 
 
 def head_command(path: Path, *programs: str) -> list[str]:
-    """The words of the command in a file's head that starts with one of the programs."""
-    for words in head_commands(path):
-        if words[0] in programs:
-            return words
-    raise AssertionError(f"{path.name} shows no {' or '.join(programs)}")
+    """Return the words of the command in the header of a file that starts with one of the programs."""
+    for command in head_commands(path):
+        if command[0] in programs:
+            return command
+    raise AssertionError(f"{path.name} contains no command of {' or '.join(programs)}")
 
 
 def head_commands(path: Path) -> list[list[str]]:
-    """The words of each command in a file's head."""
+    """Return the words of each command in the header of a file."""
     return [shlex.split(line[1:]) for line in path.read_text().splitlines() if line.startswith("#   ")]
 
 
 def trainer_ranks(path: Path) -> int:
-    """How many ranks it is planned for, servers of their own aside."""
-    words = head_command(path, "megappo")
-    return int(words[words.index("--gpus") + 1])
+    """Return the planned number of trainer ranks, without separate servers."""
+    command = head_command(path, "megappo")
+    return int(command[command.index("--gpus") + 1])
 
 
-def assert_refused(path: Path, overrides: Sequence[str], ranks: int, words: str) -> None:
-    """The settings and its model, on so many ranks, break a rule whose sentence has these words."""
+def assert_refused(path: Path, overrides: Sequence[str], ranks: int, message: str) -> None:
+    """Check that the settings and the model are refused on this number of ranks with a message that contains a text."""
     arch = read_models(load_config(path), ROOT / "configs" / "models").models.actor
     with pytest.raises(ConfigError) as caught:
         derive(load_config(path, overrides), ranks, arch)
-    assert [problem for problem in caught.value.problems if words in problem], caught.value.problems
+    assert [problem for problem in caught.value.problems if message in problem], caught.value.problems

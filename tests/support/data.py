@@ -1,4 +1,4 @@
-"""What tests of data and rewards share."""
+"""Helpers that tests of data and rewards share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=<>"
 
 
 def character_tokenizer(template: str | None = None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet`, no unknown token."""
+    """Return a tokenizer with one token per character of `alphabet` and no unknown token."""
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
 
@@ -21,7 +21,7 @@ TEXTS: list[str] = []
 
 
 def texts() -> Iterator[dict[str, str]]:
-    """A data source of `TEXTS`."""
+    """Yield `TEXTS` as a data source."""
     yield from ({"prompt": text} for text in TEXTS)
 
 
@@ -29,5 +29,5 @@ CHATS: list[dict[str, Any]] = []
 
 
 def chats() -> Iterator[dict[str, Any]]:
-    """A data source of `CHATS`."""
+    """Yield `CHATS` as a data source."""
     yield from CHATS

@@ -1,5 +1,4 @@
-"""What engines for tests have in common that generate with the embedded one, and hand its answers out in ways of their
-own."""
+"""A base class of test engines that generate with the embedded engine and deliver the answers differently."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megappo.runtime.process import Runtime
 
 
 class AroundEmbedded:
-    """The embedded engine, which asks no rank whether the run stops."""
+    """The embedded engine without checks of all ranks for a stop."""
 
     def __init__(
         self, *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop

@@ -1,4 +1,4 @@
-"""Stand-ins for tests of episodes: an engine that computes nothing, and what a runner wants besides."""
+"""Substitutes for tests of episodes: engines without a model, and the objects of a runner."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.support.data import character_tokenizer
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;=+-*/()<>|_{}\"'\n?!"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
-Say = Callable[[GenerateRequest], str]
+Respond = Callable[[GenerateRequest], str]
 
 
 def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """A token for each character, and for what chat templates put around messages."""
+    """Return a tokenizer with a token for each character and for the delimiters of chat templates."""
     made = character_tokenizer(template, ALPHABET)
     made.backend_tokenizer.decoder = decoders.Fuse()
     made.add_special_tokens({"additional_special_tokens": [AddedToken(text, special=True) for text in SPECIAL]})
@@ -45,18 +45,21 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=200, stop_token_ids=(END
 
 
 class SayingEngine:
-    """Says what a function of the request tells, in rounds; log-probabilities are minus the token ids."""
+    """An engine that answers with the result of a function of the request. The log-probabilities are the negative
+    token ids."""
 
     version = 7
 
-    def __init__(self, say: Say) -> None:
-        self.say, self.rounds = say, list[list[GenerateRequest]]()
+    def __init__(self, respond: Respond) -> None:
+        self.respond, self.rounds = respond, list[list[GenerateRequest]]()
         self.on_tokens: Callable[[], None] = lambda: None
 
     def answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
-        ids = [*TOKENIZER(self.say(request), add_special_tokens=False)["input_ids"], END]
-        kept = ids[: request.most_tokens(params)]
-        answer = Completion(tuple(kept), tuple(-float(i) for i in kept), len(kept) < len(ids), self.version)
+        ids = [*TOKENIZER(self.respond(request), add_special_tokens=False)["input_ids"], END]
+        token_ids = ids[: request.most_tokens(params)]
+        answer = Completion(
+            tuple(token_ids), tuple(-float(i) for i in token_ids), len(token_ids) < len(ids), self.version
+        )
         return stopped(answer, params)
 
     def generate(
@@ -72,19 +75,19 @@ class SayingEngine:
         self.version = version
 
     def close(self) -> None:
-        """It has nothing."""
+        """Do nothing, because the engine has no resources."""
 
 
 class PromptEngine(SayingEngine):
-    """Answers each request after a delay of its own while others come, as servers do."""
+    """Answers each request after a separate delay while other requests arrive, as servers do."""
 
-    def __init__(self, say: Say, delay: Callable[[GenerateRequest], float] = lambda _: 0.0) -> None:
-        super().__init__(say)
+    def __init__(self, respond: Respond, delay: Callable[[GenerateRequest], float] = lambda _: 0.0) -> None:
+        super().__init__(respond)
         self.delay = delay
         self.holds: Callable[[GenerateRequest], bool] = lambda _: False
-        """Whether the answer to a request is not to be given yet."""
+        """Returns whether the answer to a request must be delayed."""
         self.left = 0
-        """Episodes that were not over when the last driver was."""
+        """Number of unfinished episodes at the end of the last driver."""
 
     def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
         self.finish_stream(driver, self.open_stream(driver, params), params)
@@ -103,10 +106,10 @@ class PromptEngine(SayingEngine):
 
 
 class FlyingEngine(SayingEngine):
-    """Answers what is asked whenever somebody looks, or, where it is told to give up, a token of each."""
+    """Answers all requests at each call of `finished`. `abort` returns one token of each request."""
 
-    def __init__(self, say: Say, stuck: Collection[int] = ()) -> None:
-        super().__init__(say)
+    def __init__(self, respond: Respond, stuck: Collection[int] = ()) -> None:
+        super().__init__(respond)
         self.sent: list[tuple[int, GenerateRequest]] = []
         self._stuck, self._rest, self._lock = stuck, dict[int, list[int]](), threading.Lock()
         self._under_way: dict[int, tuple[GenerateRequest, list[int]]] = {}
@@ -117,7 +120,7 @@ class FlyingEngine(SayingEngine):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a request is under way."""
+        """Return whether a request is in flight."""
         return bool(self._under_way)
 
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
@@ -130,16 +133,18 @@ class FlyingEngine(SayingEngine):
 
     def _take(self, number: int, tokens: int | None) -> Completion:
         _, ids = self._under_way.pop(number)
-        kept, rest = ids[:tokens], ids[len(ids[:tokens]) :]
+        token_ids, rest = ids[:tokens], ids[len(ids[:tokens]) :]
         if rest:
             self._rest[number] = rest
-        logprobs = tuple(-float(self.version) for _ in kept)
-        return Completion(tuple(kept), logprobs, False, self.version, broken_off=bool(rest))
+        logprobs = tuple(-float(self.version) for _ in token_ids)
+        return Completion(tuple(token_ids), logprobs, False, self.version, broken_off=bool(rest))
 
     def finished(self, wait_seconds: float) -> dict[int, Completion]:
         with self._lock:
-            found = {number: self._take(number, None) for number in [*self._under_way] if number not in self._stuck}
-        for number, completion in found.items():
+            completions = {
+                number: self._take(number, None) for number in [*self._under_way] if number not in self._stuck
+            }
+        for number, completion in completions.items():
             assert self._listener is not None
             self._listener.answered(number, completion)
         return {}
@@ -176,19 +181,19 @@ class _Delayed(RequestStream):
 def runner(
     environment: Environment, engine: SayingEngine, *, template: str | None = None, stop: Any = None, **limits: Any
 ) -> EpisodeRunner:
-    """Plays episodes of an environment with an engine."""
+    """Return a runner for episodes of an environment with an engine."""
     settings = EnvironmentSettings(**limits)
-    words = TOKENIZER if template is None else tokenizer(template)
+    encoder = TOKENIZER if template is None else tokenizer(template)
     role = getattr(environment, "role", "user")
-    chat = None if template is None else ChatTokens(words, (END,))
+    chat = None if template is None else ChatTokens(encoder, (END,))
     pool = ToolPool(getattr(environment, "tools", {}), settings.tools)
     gateway = Gateway(settings.gateway_host)
-    shared = SharedEpisodeState(settings, words, len(words), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
+    shared = SharedEpisodeState(settings, encoder, len(encoder), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
     return EpisodeRunner(EnvironmentContext(environment, shared), engine, stop or NeverStop())
 
 
 def asked(count: int, text: str = "go ", answer: str | None = None) -> tuple[list[Prompt], list[GenerateRequest]]:
-    """So many samples of prompts of a text."""
+    """Return prompts with a text, and a request for each prompt."""
     ids = tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
     prompts = [Prompt(i, ids, text, answer, {}) for i in range(count)]
     return prompts, [GenerateRequest(ids, seed=1000 + i, prompt_id=i) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Worlds of any size in one process, by torch's fake backend, and models without memory on their ranks."""
+"""Worlds of any size in one process with the fake backend of torch, and models on their ranks without memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Call = dict[str, Any]
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[list[Call]]:
-    """This process as a rank of a world whose other ranks are not there; what it asks torch for."""
+    """Run this process as a rank of a world without the other ranks, and yield the calls to torch."""
     calls: list[Call] = []
     initialise, new_group = dist.init_process_group, dist.new_group
 
@@ -47,7 +47,7 @@ def fake_world(rank: int, world: int) -> Iterator[list[Call]]:
 
 
 class _MetaMeansCuda(TorchFunctionMode):
-    """Megatron asks tensors for the names of their types, and knows only CUDA's."""
+    """Replace the names of meta tensor types, because Megatron accepts only the names of CUDA types."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,7 +62,8 @@ def _no_weights(_source: Any, _arch: Any, _entry: Any, like: Tensor, *_where: in
 
 @contextmanager
 def without_memory(rank: int, world: int) -> Iterator[Runtime]:
-    """What is built inside is shapes: a rank of such a world on torch's meta device, whose models get no weights."""
+    """Build only shapes inside the block: a rank of a fake world on the meta device of torch, with models without
+    weights."""
     runtime = Runtime(rank, world, 0, META)
     with ExitStack() as inside:
         inside.enter_context(fake_world(rank, world))

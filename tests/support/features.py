@@ -1,11 +1,11 @@
-"""What a PPO step may be made of, and few steps in which every two of its features meet.
+"""The features of a PPO step, and a small set of steps that covers each pair of features.
 
     python -m tests.support.features [--strength 3]
 
-lists the steps of `test_conformance.py`: a covering array. With strength t every t features that go together meet in
-some step; the number of factors gives the whole product. That of strength 2 stands in features.json, as it takes
-minutes to find one of so few processes: `--search 200` looks for so many seconds and writes it. Others are made
-greedily from a seed.
+The command lists the steps of `test_conformance.py`, which are a covering array. With strength t, each compatible
+combination of t features is part of a step. If the strength is the number of factors, the steps are all combinations.
+The array of strength 2 is stored in features.json, because a search for few processes takes minutes. `--search 200`
+searches for 200 seconds and writes the file. A greedy algorithm with a fixed seed computes the other arrays.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ ADAPTIVE_LAM, NLL_COEF = 0.2, 0.3
 _DRAWN, _SEED = 2000, 1
 _FEW_RANKS = 4
 _WRITTEN = Path(__file__).with_suffix(".json")
-"""Steps of up to so many ranks in which every two features meet: of each the levels that are not the plain ones."""
+"""Steps with up to `_FEW_RANKS` ranks that cover each pair of features. Each entry lists the levels other than the
+plain ones."""
 _COST_OF_STEP, _COST_OF_RANK = 1.0, 1.2
-"""In CPU seconds."""
+"""Costs in CPU seconds."""
 _SMALLEST_MINIBATCH = 6
-"""Samples, of which every replica needs one."""
+"""Samples of the smallest minibatch. Each replica needs at least one sample."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A feature: one of the values that a factor has."""
+    """A feature, which is one of the values of a factor."""
 
     name: str
     words: str
-    """For the table of what is supported."""
+    """Description in the table of supported features."""
     both: tuple[str, ...] = ()
-    """Settings of actor and critic, without the role in front."""
+    """Settings of actor and critic, without the role as a prefix."""
     settings: tuple[str, ...] = ()
     ranks: int = 1
-    """By how much it multiplies the ranks that a step needs."""
+    """Factor by which the feature multiplies the required ranks of a step."""
 
 
 def _off(words: str) -> Level:
@@ -59,15 +60,15 @@ FACTORS: dict[str, tuple[Level, ...]] = {
         _off("dense"),
         Level("tied", "tied embeddings"),
         Level(
-            "experts", "experts, shared out over two ranks where a stage has them, with a load-balancing loss",
+            "experts", "experts, split across two ranks if a stage has two, with a load-balancing loss",
             ("router_aux_loss_coef=0.05",),
         ),
-        Level("experts-replayed", "experts, with the engine's routing replayed"),
+        Level("experts-replayed", "experts with replay of the routing of the engine"),
     ),
     "tensor": (
         _off("TP 1"),
         Level(
-            "tp2", "TP 2, with a vocabulary that it does not divide",
+            "tp2", "TP 2 with a padded vocabulary",
             ("layout.tensor_parallel=2", "layout.sequence_parallel=false"), ranks=2,
         ),
         Level("sp2", "TP 2 with SP", ("layout.tensor_parallel=2",), ranks=2),
@@ -80,16 +81,17 @@ FACTORS: dict[str, tuple[Level, ...]] = {
             ("layout.pipeline_parallel=2", "layout.virtual_pipeline_chunks=2"), ranks=2,
         ),
         Level(
-            "uneven2", "PP 2 of uneven stages", ("layout.pipeline_parallel=2", "layout.pipeline_layers=[3, 1]"), ranks=2
+            "uneven2", "PP 2 with uneven stages",
+            ("layout.pipeline_parallel=2", "layout.pipeline_layers=[3, 1]"), ranks=2,
         ),
     ),
     "context": (_off("CP 1"), Level("cp2", "CP 2", ("layout.context_parallel=2",), ranks=2)),
     "data": (_off("DP 1"), Level("dp2", "DP 2", ranks=2)),
     "optimizer": (
-        Level("", "each replica's own optimizer", ("optimizer.distributed=false",)),
+        Level("", "one optimizer per replica", ("optimizer.distributed=false",)),
         Level("distributed", "distributed optimizer", ("optimizer.distributed=true",)),
         Level(
-            "overlap", "distributed optimizer, gradients reduced in backward",
+            "overlap", "distributed optimizer with gradient reduction during backward",
             ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true"),
         ),
     ),
@@ -104,21 +106,21 @@ FACTORS: dict[str, tuple[Level, ...]] = {
     ),
     "memory": (
         _off("everything on the device"),
-        Level("offload", "roles leave the device while they rest", ("offload=true",), ("reference.offload=true",)),
+        Level("offload", "offload of inactive roles", ("offload=true",), ("reference.offload=true",)),
         Level("on-host", "half of the optimizer on the host", ("optimizer.on_host=0.5",)),
     ),
-    "critic": (_off("critic as the actor"), Level("other-critic", "critic in another layout")),
+    "critic": (_off("same layout for actor and critic"), Level("other-critic", "different layout for the critic")),
     "loss": (
         _off("PPO-clip, mean over tokens"),
         Level("seq-mean", "PPO-clip, mean over samples", settings=("algorithm.loss_aggregation=seq-mean-token-mean",)),
-        Level("cispo", "a policy loss of one's own, of each token"),
-        Level("gspo", "a policy loss of one's own, of whole samples"),
+        Level("cispo", "a custom policy loss per token"),
+        Level("gspo", "a custom policy loss per sample"),
     ),
     "estimates": (
         _off("one lambda"),
         Level(
             "vapo",
-            "lambda by length for the actor, 1 for the critic, good samples imitated",
+            "length-adaptive lambda for the actor, lambda 1 for the critic, imitation of good samples",
             settings=(
                 f"algorithm.lam={{actor: {{length_adaptive: {ADAPTIVE_LAM}}}, critic: 1.0}}",
                 f"algorithm.positive_nll_coef={NLL_COEF}",
@@ -129,23 +131,23 @@ FACTORS: dict[str, tuple[Level, ...]] = {
         _off("samples of any lengths"),
         Level("giant", "one long sample among short ones"),
         Level("single", "a microbatch with a single trained token"),
-        Level("edges", "responses that begin and end where context ranks are cut"),
-        Level("turns", "episodes of several turns, with a reward for each and what an environment said between them"),
+        Level("edges", "responses that begin and end at the borders of context ranks"),
+        Level("turns", "episodes of several turns, with a reward per turn and text of the environment between turns"),
         Level(
-            "rejected", "replicas and minibatches whose every sample was rejected",
+            "rejected", "replicas and minibatches with only rejected samples",
             settings=(
                 "algorithm.old_logprob=corrected", "algorithm.correction={level: sequence, cap: 2, reject_above: 1e8}",
             ),
         ),
     ),
 }  # fmt: skip
-"""The first level of each is the plain one."""
+"""The first level of each factor is the plain one."""
 _PLACES = {name: place for place, name in enumerate(FACTORS)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step: a level of every factor."""
+    """A step with a level of every factor."""
 
     levels: tuple[Level, ...]
 
@@ -154,16 +156,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its features, the plain ones left out."""
+        """Name of the case, without the plain levels."""
         return "-".join(level.name for level in self.levels if level.name) or "plain"
 
     @property
     def ranks(self) -> int:
-        """Processes that it needs."""
+        """Number of processes."""
         return math.prod(level.ranks for level in self.levels)
 
     def overrides(self) -> Iterator[str]:
-        """All settings but the policy loss."""
+        """Return all settings except the policy loss."""
         has_experts, stage = self["model"].name.startswith("experts"), self.ranks // self["pipeline"].ranks
         apart = self["critic"].name == "other-critic"
         for role in ROLES:
@@ -182,20 +184,20 @@ class Case:
 
 
 def goes_together(case: Case, most_ranks: int) -> bool:
-    """Whether there is such a step. What is left out is refused by the settings, or is one that is there already."""
+    """Return whether the case is a valid step. Other cases are refused by the settings or equal another case."""
     if case["model"].name.startswith("experts") and case["tensor"].name == "tp2":
-        return False  # experts under TP want SP
+        return False  # experts with TP require SP
     if case["critic"].name and case.ranks == case["data"].ranks:
         return False  # the other layout is data parallel
     return case.ranks <= most_ranks
 
 
 def features_met(strength: int, most_ranks: int) -> Iterator[tuple[Case, int]]:
-    """Every case, with a bit for each combination of `strength` features that meet in it."""
+    """Yield every case with a bit for each combination of `strength` features in the case."""
     factors, bits = tuple(FACTORS.values()), itertools.count()
     begun: list[tuple[tuple[int, ...], int, int]] = [((), 0, 1)]  # places of levels, bits, ranks
     for i, factor in enumerate(factors):
-        # Of each level the bits of its combinations with earlier ones, by the places of these.
+        # For each level, the bits of its combinations with levels of earlier factors, by the indices of these levels.
         tables = [
             [
                 (at, {chosen: 1 << next(bits) for chosen in _choices(factors, at)})
@@ -229,35 +231,35 @@ def _choices(factors: Sequence[Sequence[Level]], places: tuple[int, ...]) -> Ite
 
 @functools.cache
 def covering(strength: int, most_ranks: int) -> list[Case]:
-    """Cases of at most so many ranks in which all combinations of `strength` features meet that go together."""
+    """Return cases of at most `most_ranks` ranks that cover all compatible combinations of `strength` features."""
     if (strength, most_ranks) == (2, _FEW_RANKS):
         return [_case(levels) for levels in json.loads(_WRITTEN.read_text())]
     draw = random.Random(_SEED)
     everything, met = map(list, zip(*features_met(min(strength, len(FACTORS)), most_ranks), strict=True))
     if strength >= len(FACTORS):
         return everything
-    left, found = functools.reduce(operator.or_, met), list[Case]()
+    left, chosen_cases = functools.reduce(operator.or_, met), list[Case]()
     while left:
         drawn = [n for n in draw.sample(range(len(everything)), min(len(everything), _DRAWN)) if met[n] & left]
         candidates = drawn or [n for n in range(len(everything)) if met[n] & left]
         best = max(candidates, key=lambda n: ((met[n] & left).bit_count(), -everything[n].ranks))
-        found.append(everything[best])
+        chosen_cases.append(everything[best])
         left &= ~met[best]
-    return found
+    return chosen_cases
 
 
 def _case(named: Mapping[str, str]) -> Case:
-    """Of levels by their names, plain ones where none is named."""
+    """Return the case with the given levels. Missing factors have their plain levels."""
     return Case(tuple(next(x for x in levels if x.name == named.get(factor, "")) for factor, levels in FACTORS.items()))
 
 
 def search(seconds: float) -> list[Case]:
-    """Steps in which every two features meet, of as little CPU time as are found in this time: again and again some are
-    taken out of the best ones and others put in, until all meet again."""
+    """Search for steps that cover each pair of features with the least CPU time. The search repeatedly removes some
+    steps of the best array and adds others until all pairs are covered again."""
     draw, chance = random.Random(_SEED), np.random.default_rng(_SEED)
     everything, met = map(list, zip(*features_met(2, _FEW_RANKS), strict=True))
-    words = range(math.ceil(max(x.bit_length() for x in met) / 64))
-    bits = np.array([[(x >> 64 * word) & (2**64 - 1) for word in words] for x in met], dtype=np.uint64)
+    columns = range(math.ceil(max(x.bit_length() for x in met) / 64))
+    bits = np.array([[(x >> 64 * word) & (2**64 - 1) for word in columns] for x in met], dtype=np.uint64)
     every, ranks = np.bitwise_or.reduce(bits), np.array([case.ranks for case in everything])
 
     def left_by(chosen: Sequence[int]) -> np.ndarray:
@@ -284,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strength", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=_FEW_RANKS, help="of the largest step")
-    parser.add_argument("--search", type=float, metavar="SECONDS", help="write features.json anew")
+    parser.add_argument("--search", type=float, metavar="SECONDS", help="search and write features.json")
     arguments = parser.parse_args()
     if arguments.search:
         steps = [
@@ -292,9 +294,9 @@ def main() -> None:
         ]
         lines = ",\n".join(f" {json.dumps(step)}" for step in steps)
         _WRITTEN.write_text(f"[\n{lines}\n]\n")
-    found = covering(arguments.strength, arguments.ranks)
-    print("\n".join(f"{case.ranks} {case.name}" for case in found))
-    print(len(found), "steps")
+    listed = covering(arguments.strength, arguments.ranks)
+    print("\n".join(f"{case.ranks} {case.name}" for case in listed))
+    print(len(listed), "steps")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts programs on several processes and hands back what they wrote."""
+"""Starts of programs on several processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.places import ROOT
 
 WORKERS = Path(__file__).parent / "workers"
 STARTS = "megappo.tests.start"
-"""The audit event of a program that is started here."""
+"""The audit event of a program start."""
 
 
 def environment() -> dict[str, str]:
-    """The variables of a nursery."""
+    """Return the environment variables of a nursery."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -39,16 +39,16 @@ with collections_put_off():
 main()
 """
 _nurseries: list[Connection] = []
-"""At most one."""
+"""At most one connection."""
 
 
 def use(nursery: Connection) -> None:
-    """Have programs of this process forked off a nursery that somebody else keeps."""
+    """Use the nursery of another process for the programs of this process."""
     _nurseries[:] = [nursery]
 
 
 def _nursery() -> Connection:
-    """To the process that all others are forked from; see nursery.py."""
+    """Return the connection to the nursery, which forks all programs; see nursery.py."""
     if _nurseries:
         return _nurseries[0]
     ours, its = Pipe()
@@ -66,38 +66,43 @@ def start(
     timeout_seconds: float = 300,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a file or a package on so many processes with torchrun's variables, or once without them where it is 0; with
-    other variables than the nursery's where they are given."""
+    """Run a file or a package on `processes` processes with the variables of torchrun, or once without these
+    variables if `processes` is 0. `environment` replaces the variables of the nursery."""
     sys.audit(STARTS, str(program))
-    nursery, words = _nursery(), list(map(str, arguments))
+    nursery, command_arguments = _nursery(), list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / name for name in ("stdout", "stderr")]
-        given = None if environment is None else dict(environment)
-        nursery.send((str(program), words, processes, *map(str, logs), given))
+        variables = None if environment is None else dict(environment)
+        nursery.send((str(program), command_arguments, processes, *map(str, logs), variables))
         child = nursery.recv()
         late = not nursery.poll(timeout_seconds)
         if late:
             os.killpg(child, signal.SIGKILL)
         code = nursery.recv()
-        said = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
-    assert not late, f"{program} {words} took longer than {timeout_seconds:g} s: {(said[0] + said[1])[-6000:]}"
-    return subprocess.CompletedProcess([str(program), *words], code, *said)
+        outputs = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+    assert not late, (
+        f"{program} {command_arguments} took longer than {timeout_seconds:g} s: {(outputs[0] + outputs[1])[-6000:]}"
+    )
+    return subprocess.CompletedProcess([str(program), *command_arguments], code, *outputs)
 
 
 def launch(worker: str, processes: int, *arguments: object, timeout_seconds: float = 300) -> str:
-    """Run tests/support/workers/<worker> on so many processes; returns its output, fails with it."""
+    """Run tests/support/workers/<worker> on `processes` processes and return its output. Raises AssertionError with
+    the output if the worker fails."""
     done = start(WORKERS / worker, *arguments, processes=processes, timeout_seconds=timeout_seconds)
     output = done.stdout + done.stderr
-    lines = [line for line in output.splitlines() if not line.startswith("frame #")]  # of torch's C++
+    lines = [
+        line for line in output.splitlines() if not line.startswith("frame #")
+    ]  # stack frames of C++ code in torch
     assert done.returncode == 0, "\n".join(lines)[-6000:]
     return output
 
 
 def ask(worker: str, processes: int, case: Mapping[str, Any], timeout_seconds: float = 300) -> Any:
-    """What a worker finds out about a case. Each case has processes of its own, so that a test runs nothing but what it
-    judges: forked off the nursery they start in a third of a second."""
+    """Return the result of a worker for a case. Each case has separate processes, so a test runs only the code under
+    test. A fork of the nursery starts in a third of a second."""
     with tempfile.TemporaryDirectory() as folder:
-        told, found = Path(folder) / "case.json", Path(folder) / "found.json"
-        told.write_text(json.dumps(case))
-        launch(worker, processes, told, found, timeout_seconds=timeout_seconds)
-        return json.loads(found.read_text())
+        case_file, result_file = Path(folder) / "case.json", Path(folder) / "found.json"
+        case_file.write_text(json.dumps(case))
+        launch(worker, processes, case_file, result_file, timeout_seconds=timeout_seconds)
+        return json.loads(result_file.read_text())

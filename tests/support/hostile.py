@@ -1,4 +1,4 @@
-"""What a model may write to do harm: responses for scorers and programs for tools, and an engine that says them."""
+"""Attacks by a model: responses for scorers and programs for tools, and an engine that generates them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 
 SECRET = "a-s3cret-of-a-neighbour"
 FORMS = ("{}", "${}$", "\\boxed{{{}}}", "<answer>{}</answer>", "#### {}")
-"""In which scorers find an answer."""
+"""Formats in which scorers search the answer."""
 
 
 def hostile(touched: Path) -> list[str]:
-    """Imports, chains of attributes, powers, nesting, loops and what goes with them."""
+    """Return imports, chains of attributes, powers, nesting, loops and similar attacks."""
     touch = f"__import__('pathlib').Path('{touched}').touch()"
     return [
         touch, f"[{touch}]", f"[[{touch}]]", f"({touch} or 1)", f"f'{{{touch}}}'", f"1 if {touch} else 2",
@@ -41,7 +41,7 @@ def hostile(touched: Path) -> list[str]:
 
 
 class Neighbour:
-    """What stands outside of a program's folder: a file, a folder, a process with a secret, a port."""
+    """Resources outside the folder of a program: a file, a folder, a process with a secret, and a port."""
 
     def __init__(self, root: Path) -> None:
         self.file, self.folder = root / "file", root / "folder"
@@ -54,12 +54,12 @@ class Neighbour:
         self.before = self._state()
 
     def _state(self) -> object:
-        found = self.file.stat()
-        told = (found.st_mode, found.st_mtime_ns, found.st_size, found.st_nlink, os.listdir(self.folder))
-        return told, os.sched_getaffinity(self.process.pid), os.getpriority(os.PRIO_PROCESS, self.process.pid)
+        status = self.file.stat()
+        of_file = (status.st_mode, status.st_mtime_ns, status.st_size, status.st_nlink, os.listdir(self.folder))
+        return of_file, os.sched_getaffinity(self.process.pid), os.getpriority(os.PRIO_PROCESS, self.process.pid)
 
     def is_untouched(self) -> bool:
-        """Nobody has come in at the port either."""
+        """Return whether all resources are unchanged and the port has no connection."""
         try:
             self.server.accept()
         except BlockingIOError:
@@ -67,7 +67,7 @@ class Neighbour:
         return False
 
     def attacks(self) -> list[str]:
-        """Programs that try."""
+        """Return programs that attack these resources."""
         file, folder, pid = str(self.file), str(self.folder), self.process.pid
         port = self.server.getsockname()[1]
         plain = [
@@ -103,13 +103,14 @@ class Neighbour:
 
 
 class HostileEngine:
-    """Says the texts of a file, one after the other, whatever it is asked; where a tool has spoken, that it is 24."""
+    """Returns the texts of a file in order, for any request. If the prompt contains the output of a tool,
+    the answer is 24."""
 
     def __init__(self, *, config: Config, folder: Path, texts: str, **_others: Any) -> None:
         self.version = 0
         self.on_tokens: Callable[[], None] = lambda: None
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(config.model.tokenizer))
-        self._said, self._texts = 0, json.loads(Path(texts).read_text())
+        self._answers, self._texts = 0, json.loads(Path(texts).read_text())
 
     def update_weights(self, named_tensors: Any, version: int) -> None:
         for _ in named_tensors:
@@ -127,12 +128,12 @@ class HostileEngine:
     def _answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         text = "24"
         if "tool" not in self._tokenizer.decode(request.token_ids):
-            text = self._texts[self._said % len(self._texts)]
-            self._said += 1
+            text = self._texts[self._answers % len(self._texts)]
+            self._answers += 1
         ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], *params.stop_token_ids[:1]]
-        kept = tuple(ids[: request.most_tokens(params)])
+        token_ids = tuple(ids[: request.most_tokens(params)])
         logprob = -math.log(len(self._tokenizer))
-        return Completion(kept, (logprob,) * len(kept), len(kept) < len(ids), self.version)
+        return Completion(token_ids, (logprob,) * len(token_ids), len(token_ids) < len(ids), self.version)
 
     def close(self) -> None:
-        """It has nothing."""
+        """Do nothing, because the engine has no resources."""

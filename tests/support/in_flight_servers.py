@@ -1,4 +1,4 @@
-"""Requests that real servers are working on while their weights change, or while one of them dies."""
+"""Requests that are in flight on real servers during a weight update or the death of a server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LONG = SamplingParams(temperature=0.8, max_new_tokens=100, stop_token_ids=(1,))
 Answers = dict[int, Completion]
 
 
-def go_on(engine: InFlightEngine, requests: Sequence[GenerateRequest], answers: Answers) -> None:
-    """Until all have whole answers; what comes back broken off is sent again."""
+def complete_answers(engine: InFlightEngine, requests: Sequence[GenerateRequest], answers: Answers) -> None:
+    """Collect answers until all are complete. Aborted answers are sent again."""
     deadline = time.monotonic() + 120
     while True:
         for number, answer in engine.finished(0.1).items():
@@ -42,12 +42,12 @@ def rest(request: GenerateRequest, answer: Completion) -> GenerateRequest:
     return continued(request, answer if answer.token_ids else None, LONG.max_new_tokens)
 
 
-def broken_off(trainer: Trainer, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """The engine has other weights than the actor; it is given the actor's while it answers."""
+def aborted_by_sync(trainer: Trainer, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """Abort the requests of an engine with old weights, transfer the weights of the actor, and complete the answers."""
     engine = trainer.parts.engine
     assert isinstance(engine, InFlightEngine)
     before = engine.version
-    for seconds in (0.1, 0.2, 0.4, 0.05):  # until each rank has something to go on with, however fast they are
+    for seconds in (0.1, 0.2, 0.4, 0.05):  # until each rank has a partial answer, for servers of any speed
         engine.send(dict(enumerate(requests)), LONG)
         time.sleep(seconds)
         answers = engine.abort()
@@ -57,7 +57,7 @@ def broken_off(trainer: Trainer, requests: Sequence[GenerateRequest]) -> dict[st
     idle = engine.finished(0.0)
     trainer.sync_weights()
     engine.send({number: rest(requests[number], answer) for number, answer in cut.items()}, LONG)
-    go_on(engine, requests, answers)
+    complete_answers(engine, requests, answers)
     gaps = gaps_by_version(trainer, requests, answers)
     return {
         "answers": len(answers),
@@ -73,20 +73,20 @@ def broken_off(trainer: Trainer, requests: Sequence[GenerateRequest]) -> dict[st
     }
 
 
-def held(trainer: Trainer, requests: Sequence[GenerateRequest], pause: str) -> dict[str, Any]:
-    """Servers keep what they are working on while they are given other weights of the actor's."""
+def paused_by_sync(trainer: Trainer, requests: Sequence[GenerateRequest], pause: str) -> dict[str, Any]:
+    """Keep the requests on the servers while the servers receive new weights of the actor."""
     engine: Any = trainer.parts.engine
     settings, restarts = engine.settings, engine.restarts
     engine.settings = settings.model_copy(update={"pause": pause})
-    for seconds in (0.1, 0.2, 0.05, 0.4, 0.15, 0.3, 0.1, 0.2):  # until each rank has answers of both
-        for held_here in trainer.parts.actor.trained_parameters():
-            held_here.parameter.data.mul_(1.05)
+    for seconds in (0.1, 0.2, 0.05, 0.4, 0.15, 0.3, 0.1, 0.2):  # until each rank has answers from both versions
+        for trained in trainer.parts.actor.trained_parameters():
+            trained.parameter.data.mul_(1.05)
         before, answers = engine.version, Answers()
         engine.send(dict(enumerate(requests)), LONG)
         time.sleep(seconds)
         engine.hold()
         engine.update_weights(trainer.parts.weights, before + 1)
-        go_on(engine, requests, answers)
+        complete_answers(engine, requests, answers)
         several = sum(len(set(token_versions(answer))) > 1 for answer in answers.values())
         if all(all_gather_objects(several)):
             break
@@ -105,8 +105,9 @@ def held(trainer: Trainer, requests: Sequence[GenerateRequest], pause: str) -> d
 
 
 def gaps_by_version(trainer: Trainer, requests: Sequence[GenerateRequest], answers: Answers) -> dict[int, float]:
-    """How far the actor's log-probabilities are from the engine's, at most, for the tokens of each version."""
-    found: dict[int, float] = {}
+    """Return the largest difference between log-probabilities of the actor and of the engine for the tokens of each
+    version."""
+    gaps: dict[int, float] = {}
     first = len(requests) * trainer.parts.runtime.rank
     samples = Samples(
         torch.arange(first, first + len(requests)),
@@ -115,14 +116,14 @@ def gaps_by_version(trainer: Trainer, requests: Sequence[GenerateRequest], answe
     )
     actors_BR = place(trainer.parts.actor, announce(samples, trainer.parts.runtime.device)).forward()
     for n, actors_R in enumerate(actors_BR):
-        told = zip(actors_R.tolist(), answers[n].logprobs, token_versions(answers[n]), strict=False)
-        for actors, engines, version in told:
-            found[version] = max(found.get(version, 0.0), abs(actors - engines))
-    return found
+        tokens = zip(actors_R.tolist(), answers[n].logprobs, token_versions(answers[n]), strict=False)
+        for actors, engines, version in tokens:
+            gaps[version] = max(gaps.get(version, 0.0), abs(actors - engines))
+    return gaps
 
 
 def struck_in_flight(trainer: Trainer, requests: Sequence[GenerateRequest], sessions: list[int]) -> dict[str, Any]:
-    """A server is killed while it answers."""
+    """Kill a server while it answers."""
     engine: Any = trainer.parts.engine
     restarts = engine.restarts
     engine.send(dict(enumerate(requests)), LONG)
@@ -131,7 +132,7 @@ def struck_in_flight(trainer: Trainer, requests: Sequence[GenerateRequest], sess
         for pid in session_pids(sessions[0]):
             os.kill(pid, signal.SIGKILL)
     answers: Answers = {}
-    go_on(engine, requests, answers)
+    complete_answers(engine, requests, answers)
     gaps = gaps_by_version(trainer, requests, answers)
     return {"answers": len(answers), "restarts": engine.restarts - restarts, "gap": gaps[engine.version],
             "versions": sorted(gaps), "version": engine.version}  # fmt: skip

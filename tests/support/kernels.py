@@ -1,4 +1,4 @@
-"""Inputs and gates that the kernel tests share."""
+"""Inputs and error bounds that the kernel tests share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KINDS = ("random", "peaky", "offset+150", "offset-150")
 
 @dataclass
 class Head:
-    """An output layer's inputs, leaves that require gradients."""
+    """Inputs of an output layer, which are leaves with gradients."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
 
     def exact(self) -> Head:
-        """The same in float64, leaves of their own."""
+        """Return the same inputs in float64 as separate leaves."""
         hidden, weight = (x.detach().double().requires_grad_() for x in (self.hidden, self.weight))
         return Head(hidden, weight, self.labels)
 
@@ -35,7 +35,7 @@ class Head:
 
 
 def head(kind: str, dtype: torch.dtype, *, rows: int, features: int, vocab: int, padding: int = 0) -> Head:
-    """Logits of spread 1 (random), of spread 8 with clear winners (peaky), or around +-150."""
+    """Return inputs whose logits have spread 1 (random), spread 8 with clear maxima (peaky), or values around +-150."""
     g = torch.Generator().manual_seed(rows + vocab)
     hidden = torch.randn(rows, features, generator=g)
     weight = torch.randn(vocab + padding, features, generator=g) / features**0.5
@@ -43,14 +43,14 @@ def head(kind: str, dtype: torch.dtype, *, rows: int, features: int, vocab: int,
         weight *= 8
     if kind.startswith("offset"):
         hidden[:, 0], weight[:, 0] = 150.0, float(kind.removeprefix("offset")) / 150
-    weight[vocab:] = 100.0  # what is padding must not be seen
+    weight[vocab:] = 100.0  # padding must not be read
     labels = torch.randint(0, vocab, (rows,), generator=g)
     labels[0], labels[-1] = 0, vocab - 1
     return Head(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels)
 
 
 def relative(mine: Tensor, truth: Tensor) -> float:
-    """Norm of the error over norm of the truth."""
+    """Return the norm of the error divided by the norm of the truth."""
     return float((mine.double() - truth.double()).norm() / truth.double().norm())
 
 
@@ -60,10 +60,10 @@ UNIT = 2.0**-24
 
 @dataclass(frozen=True)
 class Rounding:
-    """What float32 may lose on given logits, per row, whatever the processor, its instructions and its order of sums.
+    """Bounds of the float32 errors for given logits, per row, for any processor, instructions and order of sums.
 
-    n roundings that go either way add up like sqrt(n) steps, each at most UNIT times what is summed (Higham and Mary
-    2019, "A New Approach to Probabilistic Rounding Error Analysis").
+    n roundings in random directions add up like sqrt(n) steps. Each step is at most UNIT times the summed value (Higham
+    and Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis").
     """
 
     logprob_T: Tensor
@@ -71,26 +71,29 @@ class Rounding:
 
     @property
     def worst(self) -> float:
-        """Of all rows; also the relative error of a probability, which is what gradients of logits are made of."""
+        """Largest bound of all rows. The value also bounds the relative error of probabilities, which determine the
+        gradients of logits."""
         return float(torch.maximum(self.logprob_T, self.entropy_T).max())
 
     @staticmethod
     def of_logits(logits_TV: Tensor, labels_T: Tensor, inherited_TV: Tensor | float = 0.0) -> Rounding:
-        """From scaled logits in float64 and the errors that they came with."""
+        """Compute the bounds from scaled logits in float64 and their inherited errors."""
         logp_TV = logits_TV.log_softmax(-1)
         p_TV = logp_TV.exp()
-        # Soft cap, temperature and the shift by the maximum round at the size of the logits.
+        # Soft cap, temperature and the shift by the maximum cause rounding errors proportional to the logits.
         error_TV = inherited_TV + 4 * UNIT * logits_TV.abs()
-        # The sum over the vocabulary; the maximum and the logarithm, which are added to it.
+        # The sum over the vocabulary, and the addition of the maximum and the logarithm.
         total_T = UNIT * (logits_TV.shape[1] ** 0.5 + 2 * logits_TV.abs().amax(-1))
         label_T = error_TV.gather(1, labels_T[:, None]).squeeze(1)
-        slope_TV = p_TV * (logp_TV - (p_TV * logp_TV).sum(-1, keepdim=True)).abs()  # of the entropy in the logits
+        slope_TV = (
+            p_TV * (logp_TV - (p_TV * logp_TV).sum(-1, keepdim=True)).abs()
+        )  # derivative of the entropy with respect to the logits
         weighted_TV = slope_TV * (error_TV + UNIT * logits_TV.shape[1] ** 0.5)
         return Rounding(label_T + (p_TV * error_TV).sum(-1) + total_T, weighted_TV.sum(-1) + total_T)
 
     @staticmethod
     def of(case: Head, *, valid_vocab: int | None = None, **scaling: Any) -> Rounding:
-        """From the factors of the logits: each is a sum of as many products as there are features."""
+        """Compute the bounds from the factors of the logits. Each logit is a sum over the features."""
         hidden, weight = case.hidden.detach().double(), case.weight.detach().double()[:valid_vocab]
         logits = reference.scaled_logits(hidden @ weight.T, **scaling)
         temperature = scaling.get("temperature", 1.0)
@@ -101,8 +104,8 @@ class Rounding:
 
 
 def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False, imitates: bool = False) -> PolicyInputs:
-    """Ragged masks, garbage where masked, ratios inside and outside of the clip; of the type of `logprob`. Where it
-    `imitates`, some tokens have a weight of their likelihood."""
+    """Return inputs with ragged masks, garbage at masked positions, and ratios inside and outside the clip, in the
+    dtype of `logprob`. With `imitates`, some tokens have a weight for their likelihood."""
     g = torch.Generator().manual_seed(seed)
     shape, dtype = logprob.shape, logprob.dtype
     spread = 15.0 if wide else 0.4
@@ -126,15 +129,16 @@ def policy_inputs(logprob: Tensor, seed: int, *, wide: bool = False, imitates: b
     return PolicyInputs(mask=mask, **fields)
 
 
-def token_loss(*, logprob: Tensor, entropy: Tensor | None = None, **given: Any) -> Loss:
-    """The product's policy loss by the words of the oracles: numbers of tokens and settings side by side."""
-    settings = {name: given.pop(name) for name in PolicyObjective.__dataclass_fields__ if name in given}
-    inputs, objective = PolicyInputs(**given), PolicyObjective(**settings)
+def token_loss(*, logprob: Tensor, entropy: Tensor | None = None, **arguments: Any) -> Loss:
+    """Call the policy loss of the product with the arguments of the oracles, which mix token tensors and settings."""
+    settings = {name: arguments.pop(name) for name in PolicyObjective.__dataclass_fields__ if name in arguments}
+    inputs, objective = PolicyInputs(**arguments), PolicyObjective(**settings)
     return ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs, objective=objective)
 
 
 def verl_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """The semantics verl publishes for conversations: masked tokens pass value and advantage on (not whitened)."""
+    """Compute the semantics that verl documents for conversations: masked tokens forward value and advantage (not
+    whitened)."""
     following, running, reversed_advantages = 0.0 * values[:, 0], 0.0 * values[:, 0], []
     for t in range(values.shape[1] - 1, -1, -1):
         delta = rewards[:, t] + gamma * following - values[:, t]

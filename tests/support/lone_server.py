@@ -1,4 +1,4 @@
-"""One real SGLang server with the weights of a folder, without a trainer, and what transformers computes from them."""
+"""One real SGLang server with the weights of a folder, without a trainer, and the expected values from transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TOKENIZER = ROOT / "configs/models/tiny_arithmetic"
 
 @contextmanager
 def lone_server(folder: Path, *overrides: str, stop_token_ids: tuple[int, ...], **arguments: Any) -> Iterator[Endpoint]:
-    """A server of the model in `folder / "model"`. `arguments` are further ones of SGLang, which no rule checks."""
+    """Start a server of the model in `folder / "model"`. `arguments` are additional arguments of SGLang, which no
+    rule checks."""
     settings = (
         f"model.path={folder / 'model'}", f"model.tokenizer={TOKENIZER}", "model.init=pretrained",
         f"run.directory={folder / 'run'}", *overrides,
@@ -31,8 +32,8 @@ def lone_server(folder: Path, *overrides: str, stop_token_ids: tuple[int, ...], 
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", settings)
     spec = ServerSpec.of(config, folder / "model", stop_token_ids, on_cuda=False)
     chosen = {name.replace("_", "-"): value for name, value in arguments.items()}
-    given = {"load-format": "auto", "weight-version": "1", **spec.settings.arguments, **chosen}
-    object.__setattr__(spec, "settings", spec.settings.model_copy(update={"arguments": given}))
+    arguments_of_server = {"load-format": "auto", "weight-version": "1", **spec.settings.arguments, **chosen}
+    object.__setattr__(spec, "settings", spec.settings.model_copy(update={"arguments": arguments_of_server}))
     server = start_server(spec, 0, 0, 1)
     try:
         server.wait_ready()
@@ -42,13 +43,13 @@ def lone_server(folder: Path, *overrides: str, stop_token_ids: tuple[int, ...], 
 
 
 def ask(endpoint: Endpoint, requests: Sequence[GenerateRequest], params: SamplingParams, version: int = 1) -> Outcome:
-    """The server's answers to requests."""
+    """Return the answers of the server to requests."""
     limits = RoundLimits(512, 60.0, 60.0, 60.0)
     return Round([endpoint], dict(enumerate(requests)), params, version, limits).result()
 
 
 def reference(folder: Path) -> PreTrainedModel:
-    """The model of a folder in transformers, in float32."""
+    """Load the model of a folder with transformers in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
@@ -63,18 +64,19 @@ def token_logprobs(
     masked: Collection[int] = (),
     least_tokens: int = 0,
 ) -> torch.Tensor:
-    """Log-probability of each response token, (R,). The first `least_tokens` positions have no `masked` token."""
+    """Return the log-probability of each response token, (R,). The first `least_tokens` positions exclude the
+    `masked` tokens."""
     logits_TV = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float() / temperature
     logits_TV[:least_tokens, sorted(masked)] = -torch.inf
     return logits_TV.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
 
 
 def largest_gap(
-    model: PreTrainedModel, requests: Sequence[GenerateRequest], answers: Sequence[Completion], **given: Any
+    model: PreTrainedModel, requests: Sequence[GenerateRequest], answers: Sequence[Completion], **options: Any
 ) -> float:
-    """Largest difference in nats between log-probabilities of the engine and of transformers."""
+    """Return the largest difference in nats between log-probabilities of the engine and of transformers."""
     gaps = [
-        (token_logprobs(model, r.token_ids, a.token_ids, **given) - torch.tensor(a.logprobs)).abs().max()
+        (token_logprobs(model, r.token_ids, a.token_ids, **options) - torch.tensor(a.logprobs)).abs().max()
         for r, a in zip(requests, answers, strict=True)
     ]
-    return float(torch.stack(gaps).max())  # NaN where one is NaN
+    return float(torch.stack(gaps).max())  # NaN if any difference is NaN

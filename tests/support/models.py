@@ -21,15 +21,16 @@ DELTA = {
     "linear_value_head_dim": 10,
     "full_attention_interval": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    # Queries and keys are made unit vectors and what is read is normed, which enlarges rounding errors of small ones:
-    # with the usual numbers transformers' own float32 is 1e-4 nats from its float64.
+    # Queries and keys are normalized to unit length, and the output of the attention is normalized. Both enlarge
+    # rounding errors of small numbers. With the usual values, float32 results of transformers differ from float64 by
+    # 1e-4 nats.
     "initializer_range": 0.1,
     "rms_norm_eps": 1e-3,
 }
 SHARED = {**EXPERTS, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 20}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
-    # Caps that are felt, and scores that are not divided by the root of a head's size.
+    # Logit caps in the range of the logits, and scores that are not divided by the square root of the head size.
     "gemma2": {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 5.0,
@@ -37,7 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
     },
     "gemma3_text": {"query_pre_attn_scalar": 5, "sliding_window": 7, "sliding_window_pattern": 2},
-    # Heads of 8 with a window, of 16 without one, where a quarter of each is rotated.
+    # Heads of size 8 with a window, and heads of size 16 without a window, of which a quarter is rotated.
     "gemma4_text": {
         "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": True,
@@ -58,7 +59,7 @@ OWN: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
-    # Values are narrower than queries; two of four groups of experts are a token's; YaRN's factors are felt.
+    # Values are narrower than queries. Each token uses two of four groups of experts. YaRN changes the attention.
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 12,
@@ -87,7 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **SHARED},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **SHARED},
-    # Bounds that are felt, some layers with a window, and a rope as it is published.
+    # Clamps in the range of the activations, some layers with a window, and the published RoPE settings.
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
@@ -106,14 +107,14 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]},
 }
-"""What a tiny model of a family has beside the sizes of all."""
-VOCAB = 131  # a prime: never divisible, so every tensor parallel size pads
+"""Settings of a tiny model of a family, in addition to the common sizes."""
+VOCAB = 131  # a prime, so every tensor parallel size pads the vocabulary
 
 
 def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **changes: Any) -> Path:
     """Save a tiny random model of a family with norms and biases that are not trivial.
 
-    `noise` makes a neighbour of the model of the same seed.
+    `noise` adds random numbers to the weights of the model with the same seed.
     """
     settings: dict[str, Any] = {
         "hidden_size": 32,
@@ -135,7 +136,7 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     buffers = (b for b in model.named_buffers() if b[0].endswith(("bias", "layer_scalar")))
     for name, parameter in (*model.named_parameters(), *buffers):
-        if parameter.dim() == 1 or name.endswith("bias"):  # those of gpt-oss' experts stand together
+        if parameter.dim() == 1 or name.endswith("bias"):  # gpt-oss stores the biases of all experts in one tensor
             parameter.data.add_(0.2 * torch.randn_like(parameter))
     for parameter in model.parameters():
         parameter.data.add_(noise * torch.randn_like(parameter))
@@ -144,37 +145,37 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
 
 
 def add_mtp_layers(folder: Path) -> dict[str, Tensor]:
-    """Give a folder a layer that predicts further tokens, as published ones have it, in float32: like the last layer,
-    with other weights. Returns its tensors."""
+    """Add a multi-token prediction layer to a folder, in the published format and in float32. The layer is similar to
+    the last layer and has other weights. Return its tensors."""
     path = folder / "model.safetensors"
     tensors, content = load_file(path), json.loads((folder / "config.json").read_text())
     last, hidden = f"model.layers.{content['num_hidden_layers'] - 1}.", content["hidden_size"]
     if content["model_type"] in ("glm4_moe", "deepseek_v3"):
         stem = begin = f"model.layers.{content['num_hidden_layers']}."
-        beside = {
+        extra_shapes = {
             "enorm": (hidden,),
             "hnorm": (hidden,),
             "eh_proj": (hidden, 2 * hidden),
             "shared_head.norm": (hidden,),
         }
-        beside |= dict.fromkeys(("embed_tokens", "shared_head.head"), (content["vocab_size"], hidden))
+        extra_shapes |= dict.fromkeys(("embed_tokens", "shared_head.head"), (content["vocab_size"], hidden))
     else:
         stem, begin = "mtp.", "mtp.layers.0."
-        beside = {"fc": (hidden, 2 * hidden)}
-        beside |= dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), (hidden,))
+        extra_shapes = {"fc": (hidden, 2 * hidden)}
+        extra_shapes |= dict.fromkeys(("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), (hidden,))
     shapes = {name.replace(last, begin): tuple(tensor.shape) for name, tensor in tensors.items() if last in name}
-    shapes |= {f"{stem}{name}.weight": shape for name, shape in beside.items()}
+    shapes |= {f"{stem}{name}.weight": shape for name, shape in extra_shapes.items()}
     generator = torch.Generator().manual_seed(7)
-    found = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    save_file(tensors | found, path, metadata={"format": "pt"})
-    return found
+    layer_tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors | layer_tensors, path, metadata={"format": "pt"})
+    return layer_tensors
 
 
 def write_value_model(
     folder: Path, family: str, seed: int, head: str = "score", bias: float | None = 0.5, **changes: Any
 ) -> Path:
-    """Save a tiny model with one value per token, its head under a name that some program gives it, in a folder of
-    the same family with a language model head."""
+    """Save a tiny model with one value per token. The head has the name of one of several programs. The folder also
+    contains the files of a causal language model of the family."""
     write_model(folder, family, seed, **changes)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
@@ -182,23 +183,23 @@ def write_value_model(
     tensors[f"{head}.weight"] = torch.randn(1, hidden, generator=generator)
     if bias is not None:
         tensors[f"{head}.bias"] = torch.tensor([bias])
-    tensors["model.embed_tokens.weight"][0] = 0.1  # transformers draws no row for the padding token
-    if head == "score":  # transformers' own folders have no other head
+    tensors["model.embed_tokens.weight"][0] = 0.1  # transformers draws no numbers for the row of the padding token
+    if head == "score":  # folders of transformers have no other head
         tensors.pop("lm_head.weight", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def stored_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """A transformers model's parameters by the names they have in files, where every expert has its own."""
-    kept = model.state_dict().keys()
+    """Return the parameters of a transformers model by their names in files, with separate tensors for each expert."""
+    stored_names = model.state_dict().keys()
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    parameters |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name in stored_names}
     yield from expert_by_expert(revert_weight_conversion(model, parameters))
 
 
 def expert_by_expert(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of files, those that gpt-oss has for all experts of a layer as the experts' own."""
+    """Return the tensors of files. Tensors of gpt-oss for all experts of a layer are split by expert."""
     for name, tensor in stored.items():
         layer, _, last = name.rpartition(".experts.")
         if not layer or last.removesuffix("_bias") not in ("gate_up_proj", "down_proj"):
@@ -215,12 +216,17 @@ def expert_by_expert(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
 
 
 def quantise(folder: Path, out: Path, blocks: tuple[int, int], **config: Any) -> dict[str, Tensor]:
-    """Write a model's folder as Qwen's and DeepSeek's float8 folders are: matrices of the layers in float8 e4m3 with a
-    scale for each block, in files of their own, everything else as it was. Returns the plain tensors, in float64."""
+    """Write the folder of a model in the float8 format of Qwen and DeepSeek: matrices of layers in float8 e4m3 with a
+    scale per block, in separate files, and all other tensors unchanged. Return the plain tensors in float64."""
     out.mkdir()
     content = json.loads((folder / "config.json").read_text())
-    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(blocks)}
-    content["quantization_config"] = said | config
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(blocks),
+    }
+    content["quantization_config"] = quantization | config
     (out / "config.json").write_text(json.dumps(content))
     files: dict[str, dict[str, Tensor]] = {
         "model-00001-of-00002.safetensors": {},

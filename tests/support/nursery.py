@@ -1,7 +1,7 @@
-"""Forks programs off one process that has imported what they import, which is most of a start.
+"""Fork programs from a process that has imported their modules, because imports take most of a start.
 
-harness.py starts it, and gives it the descriptor of one end of a `multiprocessing.Pipe` through which jobs come; each
-is answered with its process id and then with its exit code. Ends when the other end is closed.
+harness.py starts this process with the descriptor of one end of a `multiprocessing.Pipe` for jobs. The answer to a
+job is its process id, then its exit code. The process ends when the other end of the pipe is closed.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ import megappo.ppo.run  # noqa: F401
 from megappo.runtime.heap import with_room_for_frames
 from megappo.runtime.store import free_port
 
-with suppress(ImportError):  # Megatron-Core 0.19 imports it for every optimizer; 0.16 has none
+with suppress(ImportError):  # Megatron-Core 0.19 imports this module for every optimizer; 0.16 does not have it
     importlib.import_module("megatron.core.models.mimo")
 _GRACE_SECONDS = 20.0
 _FORK = multiprocessing.get_context("fork")
 
 
 class Job(NamedTuple):
-    """A program to be run."""
+    """A program to run."""
 
     program: str
-    """A file, or the name of a package."""
+    """A file or the name of a package."""
     arguments: list[str]
     processes: int
-    """How many, with torchrun's variables; 0 for one without them."""
+    """Number of processes with the variables of torchrun; with 0, one process runs without these variables."""
     stdout: str
     stderr: str
-    """Files."""
+    """Paths of the output files."""
     environment: dict[str, str] | None
-    """All variables; None for the nursery's own. What `PYTHONPATH` names comes first on the import path."""
+    """All environment variables. By default, a job inherits the variables of the nursery. The paths in `PYTHONPATH`
+    come first on the import path."""
 
 
 def run_program(job: Job, rank: int, port: int) -> None:
-    """What one process of a job does."""
+    """Run one process of a job."""
     if job.environment is not None:
         os.environ.clear()
         os.environ.update(job.environment)
@@ -69,7 +70,7 @@ def run_program(job: Job, rank: int, port: int) -> None:
 
 
 def run_job(job: Job) -> None:
-    """Runs in a session of its own, ends with the code of the first process that failed."""
+    """Run a job in a separate session and exit with the code of the first failed process."""
     os.setsid()
     for stream, path in ((0, os.devnull), (1, job.stdout), (2, job.stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -93,8 +94,8 @@ def run_job(job: Job) -> None:
 
 
 def serve(jobs: Connection[int | None, tuple[object, ...]]) -> None:
-    """Run one job after the other until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends pytest, which ends this
+    """Run jobs in sequence until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends pytest, which ends this process
     while True:
         try:
             job = Job._make(jobs.recv())
@@ -108,5 +109,5 @@ def serve(jobs: Connection[int | None, tuple[object, ...]]) -> None:
 
 
 def main() -> None:
-    """Serve whoever has started this process."""
+    """Serve the process that started this one."""
     serve(Connection(int(sys.argv[1])))

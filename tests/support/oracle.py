@@ -1,7 +1,7 @@
-"""One PPO step in one process, written from the papers: transformers models, torch autograd, torch.optim.AdamW.
+"""One PPO step in one process, written from the papers, with transformers models, torch autograd and AdamW of torch.
 
-Imports nothing of megappo. Samples are processed one by one without padding, every formula is spelled out, and what is
-global (whitening, loss normalisation, clipping) is computed over everything at once.
+The file does not import megappo. Each sample is processed separately without padding, and every formula is written out.
+Global quantities (whitening, loss normalisation, clipping) are computed over all samples at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Sample:
     response: int
     score: float
     engine: float
-    """Log-probability of every token of the response as the engine gave it."""
+    """Log-probability of the engine for every token of the response."""
     routing: Tensor | None = None
-    """(tokens - 1, layers, chosen) the experts that the actor is to take; negative where it takes its own."""
+    """(tokens - 1, layers, chosen) experts for the actor. Negative values select the experts of the actor."""
     group: int = 0
     """The prompt of the sample, for estimators that compare the samples of a prompt."""
     turn_rewards: list[float | None] | None = None
-    """Of an episode: for each response token its reward, None for one that an environment put there."""
+    """For episodes, the reward of each response token. The value of environment tokens is None."""
 
     @property
     def own(self) -> Tensor:
-        """The response tokens that the model made, counted from the first of the response."""
+        """Return the positions of the response tokens from the model, relative to the start of the response."""
         if self.turn_rewards is None:
             return torch.arange(self.response)
         return torch.tensor([i for i, reward in enumerate(self.turn_rewards) if reward is not None])
@@ -47,25 +47,26 @@ class Sample:
         return len(self.own)
 
     def rewards(self) -> Tensor:
-        """Of each of those tokens: a turn's on its last one, the score on the last of all."""
-        given = [0.0] * self.response if self.turn_rewards is None else self.turn_rewards
-        rewards = torch.tensor([reward for reward in given if reward is not None], device=self.tokens.device)
+        """Return the reward of each token of the model. The reward of a turn is at its last token, and the score is
+        added to the last token of the response."""
+        token_rewards = [0.0] * self.response if self.turn_rewards is None else self.turn_rewards
+        rewards = torch.tensor([reward for reward in token_rewards if reward is not None], device=self.tokens.device)
         rewards[-1] += self.score
         return rewards
 
 
 @dataclass
 class Routed:
-    """What the router of a layer said of a sample's tokens."""
+    """Output of the router of a layer for the tokens of a sample."""
 
     scores: Tensor
     own: Tensor
-    """(tokens, chosen) experts that it would take itself."""
+    """(tokens, chosen) experts that the router selects."""
     taken: Tensor
     of_sigmoids: bool
 
     def unevenness(self) -> Tensor:
-        """The load-balancing loss of DeepSeek-V3, 2024, eq. 17 to 20, without its weight."""
+        """Return the load-balancing loss without its coefficient (DeepSeek-V3, 2024, eq. 17 to 20)."""
         tokens, experts = self.scores.shape
         fractions = torch.stack([(self.taken == e).sum() * experts / self.taken.numel() for e in range(experts)])
         if self.of_sigmoids:
@@ -78,9 +79,9 @@ class Routed:
 
 @contextmanager
 def routed(trunk: Any, routing: Tensor | None) -> Iterator[list[Routed]]:
-    """Have the layers of a model send a sample's tokens where its routing says, weighted by the softmax of the scores
-    there, or as GLM-4.5's routers do by their sigmoids. Hands out what each layer with experts said."""
-    said: list[Routed] = []
+    """Route the tokens of a sample according to `routing` in all layers of a model. The weights are the softmax of
+    the scores of these experts, or normalized sigmoids as in GLM-4.5. Yield the outputs of the routers."""
+    outputs: list[Routed] = []
 
     def route(
         number: int, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]
@@ -88,10 +89,10 @@ def routed(trunk: Any, routing: Tensor | None) -> Iterator[list[Routed]]:
         scores, _, experts = output
         taken = experts.clone()
         if routing is not None:
-            told = routing[:, number]
-            taken[:-1] = torch.where(told < 0, experts[:-1], told)
+            forced = routing[:, number]
+            taken[:-1] = torch.where(forced < 0, experts[:-1], forced)
         of_sigmoids = hasattr(router, "e_score_correction_bias")
-        said.append(Routed(scores, experts, taken, of_sigmoids))
+        outputs.append(Routed(scores, experts, taken, of_sigmoids))
         if of_sigmoids:
             weights = scores.sigmoid().gather(1, taken)
             return scores, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, taken
@@ -104,7 +105,7 @@ def routed(trunk: Any, routing: Tensor | None) -> Iterator[list[Routed]]:
         if hasattr(layer.mlp, name)
     ]
     try:
-        yield said
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -124,21 +125,21 @@ class ValueModel(nn.Module):
 
 
 def changed_routing(model: Any, samples: list[Sample]) -> float:
-    """Of the tokens, in each layer, whose experts the samples say: the share of which the model would take others."""
+    """Return the share of tokens and layers with given routing in which the model would select other experts."""
     known = changed = 0
     for sample in samples:
         assert sample.routing is not None
-        with torch.no_grad(), routed(model.model, sample.routing) as said:
+        with torch.no_grad(), routed(model.model, sample.routing) as outputs:
             model(input_ids=sample.tokens[None])
-        told = sample.routing.sort(-1).values
-        is_told = told[..., 0] >= 0
-        differs = (torch.stack([layer.own for layer in said], dim=1)[:-1].sort(-1).values != told).any(-1)
-        known, changed = known + int(is_told.sum()), changed + int((differs & is_told).sum())
+        known_experts = sample.routing.sort(-1).values
+        has_experts = known_experts[..., 0] >= 0
+        differs = (torch.stack([layer.own for layer in outputs], dim=1)[:-1].sort(-1).values != known_experts).any(-1)
+        known, changed = known + int(has_experts.sum()), changed + int((differs & has_experts).sum())
     return changed / known
 
 
 def policy_outputs(model: Any, sample: Sample, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy at each response token; without the stop tokens at the first positions of a turn."""
+    """Return log-probability and entropy of each response token. The first positions of a turn exclude stop tokens."""
     own, labels = sample.own, sample.tokens[-sample.response :][sample.own]
     logits = model(input_ids=sample.tokens[None]).logits[0, -sample.response - 1 : -1][own] / settings.temperature
     excluded = torch.zeros(logits.shape, dtype=torch.bool)
@@ -154,7 +155,7 @@ def policy_outputs(model: Any, sample: Sample, settings: Settings) -> tuple[Tens
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimation, Schulman et al. 2016, eq. 16, from its recursion."""
+    """Compute the recursion of generalised advantage estimation, Schulman et al. 2016, eq. 16."""
     advantages = torch.zeros_like(rewards)
     following = carried = torch.zeros(())
     for t in reversed(range(len(rewards))):
@@ -166,7 +167,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
 
 @dataclass
 class Settings:
-    """The numbers of the step, all of them on."""
+    """The settings of the step. All features are active."""
 
     temperature: float
     gamma: float
@@ -185,24 +186,24 @@ class Settings:
     weight_decay: float
     adam_eps: float
     estimator: str = "gae"
-    """Without a critic: `grpo`, `rloo` or `reinforce_plus_plus`."""
+    """`grpo`, `rloo` or `reinforce_plus_plus` have no critic."""
     policy_loss: str = "clip"
     band: dict[str, float] | None = None
-    """Not None: a loss of `policy_losses`, with these settings."""
+    """Settings of a loss in `policy_losses`; None for the losses of this file."""
     is_bypassed: bool = False
-    """The engine's log-probabilities are the old ones."""
+    """Whether the log-probabilities of the engine are the old log-probabilities."""
     importance_cap: float | None = None
-    """Not None: samples are weighted by what the engine's policy differs from the trainer's, so much at most."""
+    """Cap of the importance weights between trainer and engine. None disables the weights."""
     reject_above: float = math.inf
-    """Samples whose weight would be above this are left out of the policy's loss."""
+    """Samples with an importance weight above this value are excluded from the policy loss."""
     adaptive_lam: float | None = None
-    """Not None: a sample's lambda is 1 - 1 / (this x its tokens), in place of `lam`."""
+    """If this value is not None, the lambda of a sample is 1 - 1 / (value x its tokens) instead of `lam`."""
     critic_lam: float | None = None
-    """Of the returns, where it is another."""
+    """Lambda of the returns, if it differs from the lambda of the advantages."""
     nll_coef: float = 0.0
     """Weight of the negative log-likelihood of samples whose rewards sum to more than 0."""
     least_tokens: int = 0
-    """Tokens of a turn before which no stop token is sampled."""
+    """Number of tokens at the start of a turn without sampled stop tokens."""
     stop_token_ids: tuple[int, ...] = ()
     actor_balance: float = 0.0
     critic_balance: float = 0.0
@@ -210,11 +211,11 @@ class Settings:
 
 def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
-    # gpt-oss' experts have theirs in parameters of two dimensions.
+    # gpt-oss stores the biases of experts in parameters with two dimensions.
     biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
     spared = [p for p in trained if p.dim() <= 1 or id(p) in biases]
     decayed = [p for p in trained if p.dim() > 1 and id(p) not in biases]
-    # A value head of one row is a matrix in Megatron's eyes too.
+    # Megatron also applies weight decay to a value head with one row, because the head is a matrix.
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=settings.adam_eps)
     _note_paths(optimizer, trained)
@@ -222,7 +223,7 @@ def _optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.A
 
 
 def _note_paths(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
-    """How far each parameter goes, all steps together, in its attribute `path`."""
+    """Store the total length of the updates of each parameter in its attribute `path`."""
     before: list[Tensor] = []
     for parameter in trained:
         parameter.path = 0.0  # type: ignore[attr-defined]
@@ -239,7 +240,7 @@ def _note_paths(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -
 
 
 def _weights(samples: list[Sample], aggregation: str) -> list[float]:
-    """Weight of each token of each sample in the minibatch's loss."""
+    """Return the weight of each token in the loss of the minibatch, for each sample."""
     if aggregation == "token-mean":
         return [1 / sum(s.counted for s in samples)] * len(samples)
     if aggregation == "seq-mean-token-mean":
@@ -249,10 +250,10 @@ def _weights(samples: list[Sample], aggregation: str) -> list[float]:
 
 
 def advantages_without_critic(rewards: list[Tensor], groups: list[int], settings: Settings) -> list[Tensor]:
-    """Advantages of each sample's tokens, before whitening.
+    """Return the advantages of the tokens of each sample, before whitening.
 
     GRPO: Shao et al. 2024, "DeepSeekMath", section 4.1, with the unbiased standard deviation. RLOO: Ahmadian et al.
-    2024, "Back to Basics", eq. 3. REINFORCE++: Hu 2025, the discounted sum of the rewards that follow.
+    2024, "Back to Basics", eq. 3. REINFORCE++: Hu 2025, the discounted sum of the following rewards.
     """
     if settings.estimator == "reinforce_plus_plus":
         return [
@@ -284,7 +285,8 @@ def ppo_step(
     actor_minibatches: list[list[int]],
     critic_minibatches: list[list[int]],
 ) -> dict[str, Any]:
-    """Run the step in place; returns what was measured, per update. `critic`: None if the estimator has no critic."""
+    """Run the step in place and return the measured numbers of each update. `critic` is None if the estimator has no
+    critic."""
     with torch.no_grad():
         old = []
         for s in samples:
@@ -325,23 +327,23 @@ def ppo_step(
 
 
 def _importance(samples: list[Sample], old: list[Tensor], settings: Settings) -> list[float | None]:
-    """The weight of each sample's surrogate, None for one that is rejected (Yao et al. 2025, by the whole sample)."""
+    """Return the importance weight of each sample, or None for a rejected sample (Yao et al. 2025, whole samples)."""
     if settings.importance_cap is None:
         return [1.0] * len(samples)
-    found: list[float | None] = []
+    weights: list[float | None] = []
     for s, o in zip(samples, old, strict=True):
         ratio = math.exp(max(-20.0, min(20.0, float((o - s.engine).sum()))))
-        found.append(None if ratio > settings.reject_above else min(ratio, settings.importance_cap))
-    return found
+        weights.append(None if ratio > settings.reject_above else min(ratio, settings.importance_cap))
+    return weights
 
 
 def _balancing(uneven: list[Tensor], weight: float, minibatch: list[int]) -> Tensor:
-    """The sum over layers of the mean over samples."""
+    """Return the sum over layers of the mean over samples."""
     return weight * torch.stack(uneven).sum() / len(minibatch) if weight else torch.zeros(())
 
 
 def _shown(uneven: list[Tensor], weight: float) -> dict[str, float]:
-    """The mean over layers and samples, where it is of use."""
+    """Return the mean over layers and samples as a metric, if the loss has a weight."""
     return {"router_aux_loss": torch.stack(uneven).mean().item()} if weight else {}
 
 
@@ -350,9 +352,9 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
     optimizer.zero_grad()
     loss, clipped, count, uneven = torch.zeros(()), 0, 0, list[Tensor]()
     for i, weight in zip(minibatch, weights, strict=True):
-        with routed(critic.trunk, None) as said:
+        with routed(critic.trunk, None) as outputs:
             v = critic(samples[i])
-        uneven = [*uneven, *(layer.unevenness() for layer in said)]
+        uneven = [*uneven, *(layer.unevenness() for layer in outputs)]
         near = values[i] + (v - values[i]).clamp(-settings.value_clip, settings.value_clip)
         plain, other = (v - returns[i]) ** 2, (near - returns[i]) ** 2
         loss = loss + weight * 0.5 * torch.maximum(plain, other).sum()
@@ -371,12 +373,12 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
 
 
 def _log_ratio(logp: Tensor, old: Tensor) -> Tensor:
-    """As far as it counts: a token further off is at the limit, without a slope."""
+    """Return the log-ratio, clamped to +-20. Beyond the limit, the gradient is zero."""
     return (logp - old).clamp(-20, 20)
 
 
 def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Loss at each token of a sequence, and where it was clipped."""
+    """Return the loss of each token of a sequence, and a mask of the clipped tokens."""
     if settings.band is not None:
         one = torch.zeros(len(logp), dtype=torch.int64)
         loss, below, above, _, _ = surrogate(settings.policy_loss, logp, old, A, one == 0, one, **settings.band)
@@ -395,17 +397,17 @@ def _surrogate(logp: Tensor, old: Tensor, A: Tensor, settings: Settings) -> tupl
 
 
 def _actor_update(actor, optimizer, samples, minibatch, old, ref, advantages, importance, settings):  # type: ignore[no-untyped-def]
-    kept = [i for i in minibatch if importance[i] is not None]
-    weights = dict(zip(kept, _weights([samples[i] for i in kept], settings.aggregation), strict=True))
-    good = [i for i in kept if float(samples[i].rewards().sum()) > 0]
+    used = [i for i in minibatch if importance[i] is not None]
+    weights = dict(zip(used, _weights([samples[i] for i in used], settings.aggregation), strict=True))
+    good = [i for i in used if float(samples[i].rewards().sum()) > 0]
     of_good = settings.nll_coef / max(1, sum(samples[i].counted for i in good))
     optimizer.zero_grad()
     loss, count, uneven = torch.zeros(()), 0, list[Tensor]()
     sums = dict.fromkeys(("clipfrac", "ppo_kl", "entropy"), 0.0)
     for i in minibatch:
-        with routed(actor.model, samples[i].routing) as said:
+        with routed(actor.model, samples[i].routing) as outputs:
             logp, entropy = policy_outputs(actor, samples[i], settings)
-        uneven = [*uneven, *(layer.unevenness() for layer in said)]
+        uneven = [*uneven, *(layer.unevenness() for layer in outputs)]
         if i not in weights:
             continue
         A = advantages[i]

@@ -1,6 +1,6 @@
-"""What a user may bring along, beside a reward: an engine, a data source, an estimator and a policy loss.
+"""Custom components of a user in addition to a reward: an engine, a data source, an estimator and a policy loss.
 
-test_outside.py trains with a copy of this file that lies outside of the repository."""
+test_outside.py trains with a copy of this file outside the repository."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megappo.runtime.process import Runtime
 
 
 class PlainEngine:
-    """As little as an engine can be: transformers in every rank, one sample after the other, without a cache."""
+    """A minimal engine: transformers on every rank, one sample at a time, without a cache."""
 
     def __init__(
         self, *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop, log: str
@@ -67,17 +67,17 @@ class PlainEngine:
 
 
 def questions(*, size: int) -> Iterator[dict[str, str]]:
-    """Single-digit sums."""
+    """Yield single-digit sums."""
     for number in range(size):
         yield {"prompt": f"{number % 5}+{number // 5}=", "answer": str(number % 5 + number // 5)}
 
 
 def rest_of_rewards(*, rewards: Tensor, values: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What is still to come, undiscounted, against what the critic expects."""
+    """Return undiscounted rewards-to-go as returns, and their difference to the values of the critic as advantages."""
     returns = rewards.masked_fill(~mask, 0.0).flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)
     return scale * (returns - values.masked_fill(~mask, 0.0)), returns
 
 
 def reinforce(*, logprob: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """No ratio and no clip."""
+    """Return the REINFORCE loss without a ratio and without a clip."""
     return -advantages * logprob, {"surprise": -logprob}

@@ -1,5 +1,5 @@
-"""A model family that a user may bring along: Arcee, Llama with an MLP that squares and has no gate. Tests build and
-train with it; to megappo it is `model.family: package.module:FAMILY`."""
+"""A custom model family of a user: Arcee, which is Llama with a squared ReLU and no gate in the MLP. Tests build and
+train such models with the setting `model.family: package.module:FAMILY`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def squared_relu_mlp(c: Any) -> dict[str, Any]:
 
 
 class SquaredReluMlp(Block):
-    """The norm before it, and down(relu(up)^2)."""
+    """An MLP with the norm before it: down(relu(up)^2)."""
 
     def weights(self, arch: ArchitectureConfig) -> Sequence[Weight]:
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size

@@ -1,4 +1,4 @@
-"""A reward that a user may bring along, in a file of its own: its workers import it and nothing else."""
+"""A custom reward of a user in a separate file. Reward workers import only this file."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def digits(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
-    """How many characters of a response are digits."""
+    """Return the number of digits in the response, divided by 3."""
     return sum(character.isdigit() for character in response) / 3

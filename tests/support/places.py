@@ -1,4 +1,4 @@
-"""Files of the repository that many tests read."""
+"""Paths in the repository that many tests read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "tests" / "support" / "config_base.yaml"
-"""Settings of a run that tests change."""
+"""A base configuration that tests change."""
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 TINY = ROOT / "configs" / "models" / "tiny_arithmetic"
-"""The folder of the quickstart's model."""
+"""Folder of the model of the quickstart."""

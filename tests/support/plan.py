@@ -1,4 +1,4 @@
-"""A small model on a small cluster whose sizes are odd: what a formula adds, multiplies or rounds wrongly, shows."""
+"""A small model on a small cluster with odd sizes, which expose wrong sums, products and rounding in formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _qwen3() -> ArchitectureConfig:
 
 
 def arch(*, qk_norm: bool = True, **changes: Any) -> ArchitectureConfig:
-    """A dense model with an output matrix of its own."""
+    """Return a dense model with a separate output matrix."""
     sizes = {"hidden_size": HIDDEN, "layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     sizes |= {"ffn_hidden_size": FFN, "vocab_size": VOCAB, "tied_embeddings": False}
     family = qwen3_moe.FAMILY if "experts" in changes else qwen3.FAMILY
@@ -43,7 +43,7 @@ def arch(*, qk_norm: bool = True, **changes: Any) -> ArchitectureConfig:
 
 
 def with_experts(**changes: Any) -> ArchitectureConfig:
-    """The same with experts in every layer."""
+    """Return the same model with experts in every layer."""
     return arch(**{"experts": EXPERTS, "experts_per_token": PER_TOKEN, **changes})
 
 
@@ -58,38 +58,39 @@ def role(
     first_rank: int = 5,
     **changes: Any,
 ) -> RoleSetup:
-    """An actor on ranks 5 to 28: TP 3, PP 2 of one chunk, four replicas of seven of its 26 sequences."""
-    given = RoleSetup(
+    """Return an actor on ranks 5 to 28: TP 3, PP 2 with one chunk, and four replicas with up to seven of 26
+    sequences."""
+    base = RoleSetup(
         name="actor", arch=model or arch(), vpp=1, sequence_parallel=False, recompute="none",
         grid=Grid(range(first_rank, first_rank + tp * cp * pp * dp), tp, pp, ep, cp), distributed_optimizer=False,
         microbatch_budget_tokens=77, minibatch_sequences=26, updates_per_step=3, padded_vocab=PADDED_VOCAB,
         dtype_bytes=2,
     )  # fmt: skip
-    return dataclasses.replace(given, **changes)
+    return dataclasses.replace(base, **changes)
 
 
 def work(**changes: Any) -> Workload:
-    """A step of 104 samples of 30 tokens on 29 ranks with the embedded engine."""
-    given = Workload(
+    """Return a step of 104 samples of 30 tokens on 29 ranks with the embedded engine."""
+    base = Workload(
         world_size=29, batch_sequences=104, prompt_tokens=PROMPT, response_tokens=RESPONSE, sequences_per_rank=13,
         generate_batch_sequences=5, sync_bucket_bytes=1000, engine_dtype_bytes=2, on_cuda=True, cache_sequences=5,
         cache_tokens=30, reward_bytes=0.0,
     )  # fmt: skip
-    return dataclasses.replace(given, **changes)
+    return dataclasses.replace(base, **changes)
 
 
 def servers(**changes: Any) -> Servers:
-    """Five servers of two ranks each on the trainers' devices."""
-    given = Servers(
+    """Return five servers of two ranks each on the devices of the trainer."""
+    base = Servers(
         count=5, tensor_parallel=2, colocated=True, shares_machine=False, sleeps=True, ahead=False,
         static_bytes=2e6, max_total_tokens=None, deterministic=False, most_sequences=1000,
     )  # fmt: skip
-    return dataclasses.replace(given, **changes)
+    return dataclasses.replace(base, **changes)
 
 
 def machine(**changes: Any) -> Machine:
-    """A machine on which all but what is given takes no time, with seven devices in a node."""
-    given = Machine(
+    """Return a machine with seven devices per node. All rates are infinite, except the changed ones and one of 1e12."""
+    base = Machine(
         "odd", "odd", INFINITE, INFINITE, 1e12, INFINITE, INFINITE, INFINITE, devices_per_node=7, is_cuda=True
     )
-    return dataclasses.replace(given, **changes)
+    return dataclasses.replace(base, **changes)

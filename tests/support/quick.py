@@ -1,5 +1,5 @@
-"""Which cases of a test stand for the others where time is short, with `--quick`, and which wait until there is much
-of it, with `--all`; see tests/README.md."""
+"""Selection of test cases: a few representative cases for `--quick`, and expensive cases that run only with `--all`;
+see tests/README.md."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 
 
 def cases(every: Iterable[Any], quick: Collection[Any] = (), exhaustive: Collection[Any] = ()) -> list[Any]:
-    """Values of a parameter, or tuples of values of several; those in `quick` and `exhaustive` are marked so."""
+    """Return values of a parameter, or tuples of values for several parameters. Cases in `quick` and `exhaustive`
+    have these marks."""
     every = list(every)
     unknown = [x for x in (*quick, *exhaustive) if x not in every]
-    assert not unknown, f"there are no cases {unknown}"
+    assert not unknown, f"unknown cases {unknown}"
 
     def marks(x: Any) -> list[pytest.MarkDecorator]:
         return [getattr(pytest.mark, name) for name, of in (("quick", quick), ("exhaustive", exhaustive)) if x in of]
@@ -24,5 +25,5 @@ def cases(every: Iterable[Any], quick: Collection[Any] = (), exhaustive: Collect
 
 
 def has_exhaustive(file: Path) -> bool:
-    """Whether tests of a file are marked `exhaustive`."""
+    """Return whether a file contains tests with the mark `exhaustive`."""
     return bool(re.search(r"mark\.exhaustive|\bexhaustive=", file.read_text()))

@@ -1,4 +1,4 @@
-"""Random models: a family, fields of its config.json, a layout and options, all drawn from a seed."""
+"""Random models: a family, fields of config.json, a layout and options, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A model and how it is trained."""
+    """A model with its layout and settings."""
 
     seed: int
     family: str
     fields: dict[str, Any]
-    """Changes of config.json from the tiny model of the family."""
+    """Differences of config.json from the tiny model of the family."""
     layout: str
     settings: tuple[str, ...]
     """Overrides of the actor."""
@@ -43,7 +43,7 @@ class RandomModel:
 
 
 def random_model(seed: int) -> RandomModel:
-    """The model of a seed."""
+    """Return the model of a seed."""
     draw = random.Random(seed)
     family = draw.choice(sorted(FAMILIES))
     sizes = _sizes(draw, family)

@@ -1,4 +1,4 @@
-"""Samples to be scored, and HTTP servers of a few lines that score them."""
+"""Samples for reward functions, and small HTTP servers of rewards."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "i
 
 
 @contextmanager
-def given_scores() -> Iterator[None]:
-    """Runs that are put together meanwhile start no workers, a tenth of the time of a step whose scores are given."""
+def without_reward_workers() -> Iterator[None]:
+    """Build runs without reward workers inside the block. Workers would take a tenth of the time of a step with given
+    scores."""
     with patch.object(scorer, "RewardPool"):
         yield
 
 
 def rollouts(*responses: str) -> Rollouts:
-    """The prompt is two tokens, of a chat; the n-th response has n + 1, and the last is cut."""
+    """Return rollouts of chat prompts with two tokens. The n-th response has n + 1 tokens, and the last response is
+    truncated."""
     B = len(responses)
     metadata = {CHAT_MESSAGES: [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1="}]}
     lengths = torch.arange(1, B + 1)
@@ -58,12 +60,12 @@ def rollouts(*responses: str) -> Rollouts:
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 512  # connections that wait to be taken
+    request_queue_size = 512  # pending connections
 
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The address of a server on a free port."""
+    """Yield the address of a server on a free port."""
     with _Server(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever)
         thread.start()
@@ -75,7 +77,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 def save(folder: Path, model: Any, template: str | None = None) -> str:
-    """A reward model's folder, whose tokenizer has a token for each character."""
+    """Write the folder of a reward model whose tokenizer has one token per character."""
     model.save_pretrained(folder)
     character_tokenizer(template).save_pretrained(folder)
     return str(folder)
@@ -105,7 +107,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 def with_code(folder: Path, *, tokenizer: bool = True) -> Path:
-    """Have the folder of a Llama reward model bring classes of its own, as many on the hub do."""
+    """Add custom classes to the folder of a Llama reward model, as in many models of the hub."""
     for name, code in (("configuration", CONFIGURATION), ("modeling", MODEL), ("tokenization", TOKENIZER)):
         (folder / f"{name}_own.py").write_text(code)
     classes = {"AutoConfig": "configuration_own.OwnConfig"}

@@ -1,4 +1,4 @@
-"""Samples as a run saves them: some whose numbers are drawn, and two that are worked out by hand."""
+"""Samples in the format of saved experience: random samples, and two samples with results computed by hand."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ EPISODES = (
 
 
 def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> SavedSamples:
-    """Samples of so many response tokens whose numbers are drawn; padding is NaN where there may be any. `whole`: of a
-    run with a reference, a critic, an environment and routing."""
+    """Return samples with these response lengths and random numbers. Padding is NaN for floats. With `whole`, the run
+    has a reference, a critic, an environment and routing."""
     generator, B, R = torch.Generator().manual_seed(first), len(lengths), max(lengths, default=1)
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
-    here_BR = torch.arange(R)[None] < lengths_B[:, None]
+    valid_BR = torch.arange(R)[None] < lengths_B[:, None]
 
     def numbers(_name: str) -> Tensor:
-        return torch.randn(B, R, generator=generator).masked_fill(~here_BR, torch.nan)
+        return torch.randn(B, R, generator=generator).masked_fill(~valid_BR, torch.nan)
 
-    ids_B, mask_BR = torch.arange(first, first + B), here_BR & (torch.arange(R) != 1)
+    ids_B, mask_BR = torch.arange(first, first + B), valid_BR & (torch.arange(R) != 1)
     routing = tuple(torch.randint(0, 9, (n + 1, 2, 3), generator=generator, dtype=torch.int16) for n in lengths)
     episodes = Episodes(
         tuple(EPISODES[i % 2] for i in range(B)),
@@ -56,7 +56,7 @@ def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> Sa
         raw_responses=tuple(f"r{i}<eos>" for i in range(B)),
         special_tokens_B=ids_B % 2,
         episodes=episodes if whole else None,
-        token_versions_BR=here_BR * (ids_B[:, None] + 3) if whole else None,
+        token_versions_BR=valid_BR * (ids_B[:, None] + 3) if whole else None,
         reward_failures=tuple("late" if i == 1 else "" for i in range(B)),
         routing=routing if whole else None,
     )
@@ -74,17 +74,17 @@ def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> Sa
 
 
 SPOKEN = "\x1b[2J"
-"""What clears a terminal that obeys it."""
+"""A control sequence that clears the terminal."""
 
 
 def rows(*numbers: Sequence[float], fill: float = 0.0) -> Tensor:
-    """(B, 3): padded on the right."""
+    """Return (B, 3) numbers, padded on the right."""
     return torch.tensor([[*row, *[fill] * (3 - len(row))] for row in numbers])
 
 
 def two_samples(first: int) -> SavedSamples:
-    """Worked out by hand, with gamma 1, lambda 0.5 and values 0.5: a right answer of three tokens, the second of which
-    an environment said, and a wrong one of one token, which was cut."""
+    """Return two samples that are computed by hand, with gamma 1, lambda 0.5 and values 0.5. One is a right answer of
+    three tokens, the second of which is from an environment. The other is a wrong, truncated answer of one token."""
     mask_BR = rows([1, 0, 1], [1]).bool()
     texts = (f"4{SPOKEN}!", "9")
     rollouts = Rollouts(
@@ -114,29 +114,29 @@ def two_samples(first: int) -> SavedSamples:
 def two_episodes(first: int) -> SavedSamples:
     """`two_samples` as episodes. The turns of the first episode have the rewards 0.25 and 0.5, and shaping changes the
     score from 0.125 to 0.25. The second episode failed."""
-    given = two_samples(first)
+    saved_samples = two_samples(first)
     episodes = Episodes(
         (Episode((Turn(0, 1, 0.25), Turn(2, 3, 0.5))), Episode((), failure="raised", reason=f"no {SPOKEN}")),
         rows([0.25, torch.nan, 0.5], [0.0]),
         ((), ()),
     )
-    scored = given.experience.scored
+    scored = saved_samples.experience.scored
     rollouts = replace(scored.rollouts, episodes=episodes)
     scored = replace(scored, rollouts=rollouts, scores_B=torch.tensor([0.25, -0.5]))
-    return SavedSamples(replace(given.experience, scored=scored), torch.tensor([0.125, -0.5]))
+    return SavedSamples(replace(saved_samples.experience, scored=scored), torch.tensor([0.125, -0.5]))
 
 
 def text_of(token: int) -> str:
-    """Token 4 clears the terminal, token 5 begins a line."""
+    """Return the text of a token. Token 4 clears the terminal, and token 5 starts a line."""
     return {4: SPOKEN, 5: "é\n", 6: "ok"}.get(token, str(token))
 
 
 def save_step(folder: Path, step: int, *of_ranks: SavedSamples, text_of: Callable[[int], str] = text_of) -> None:
-    """A step as a run saves it."""
+    """Write a step as a run does."""
     place = folder / f"step-{step:06d}"
     place.mkdir(parents=True)
     for rank, of_rank in enumerate(of_ranks):
         write_samples(place / f"rank-{rank:05d}.parquet", of_rank, range(2), text_of)
-    told = {"step": step, "run": "/runs/a", "ranks": len(of_ranks), "saved": 2 * len(of_ranks)}
+    content = {"step": step, "run": "/runs/a", "ranks": len(of_ranks), "saved": 2 * len(of_ranks)}
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "temperature": 1.0}
-    (place / MARKER).write_text(json.dumps(told | sizes))
+    (place / MARKER).write_text(json.dumps(content | sizes))

@@ -1,5 +1,5 @@
-"""Tiny tokenizers that put a space in front of a text and remove one when they decode, as those of Llama 2, Mistral and
-Mixtral do."""
+"""Tiny tokenizers that insert a space before a text and remove a space in decoding, as those of Llama 2, Mistral and
+Mixtral."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedToke
 TEXTS = ("you said hello world. Hello! 1 + 2 = 3: the quick brown fox, yes or no\n[INST] hi [/INST]",) * 3
 SPECIAL = ("<unk>", "<s>", "</s>")
 KINDS = ("prepend", "first", "always", "unigram", "llama")
-"""`prepend`: the normalizer of Llama 2's and Mixtral's folders. `first` and `always` split by Metaspace: with a space
-before the first piece, or also behind special tokens. `unigram`: with a decoder of Metaspace. `llama`: the class
-of transformers."""
+"""`prepend`: the normalizer of the folders of Llama 2 and Mixtral. `first` and `always`: Metaspace, with a space before
+the first piece, or also after special tokens. `unigram`: with a decoder of Metaspace. `llama`: the class of
+transformers."""
 
 
 @cache
 def sentencepiece(kind: str) -> PreTrainedTokenizerBase:
-    """A tokenizer of one of the `KINDS`."""
+    """Return a tokenizer of one of the `KINDS`."""
     if kind == "llama":
         model = json.loads(sentencepiece("prepend").backend_tokenizer.to_str())["model"]
         return LlamaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])

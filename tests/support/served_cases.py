@@ -1,4 +1,4 @@
-"""Runs through SGLang whose model, lengths, pools and accidents are drawn at random."""
+"""Runs with SGLang whose model, lengths, pools and faults are drawn at random."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EOS = 1
 
 @dataclass(frozen=True)
 class ServedCase:
-    """One run."""
+    """A random run."""
 
     seed: int
     family: str
@@ -41,15 +41,15 @@ class ServedCase:
     pool_tokens: int
     pause: str
     retracts: bool
-    """Whether SGLang takes requests back all the time, also in a pool with room."""
+    """Whether SGLang regularly retracts requests, even if the pool has free memory."""
     caches: bool
     """Whether servers have a prefix cache."""
     strikes: list[tuple[str, int, float]]
-    """See struck_run.py."""
+    """Kills of servers; see struck_run.py."""
 
 
 def draw_case(seed: int, family: str, ahead: int) -> ServedCase:
-    """The case of a seed."""
+    """Draw the case of a seed."""
     draw = random.Random(f"{seed} {family} {ahead}")
     positions = draw.choice([48, 64, 90])
     prompt_tokens = draw.randint(4, positions - 12)
@@ -112,7 +112,7 @@ def _arguments(case: ServedCase, folder: Path) -> list[str]:
 
 
 def run_case(case: ServedCase, folder: Path) -> str:
-    """Run a case; returns its output."""
+    """Run a case and return its output."""
     write_model(folder / "model", case.family, case.seed, **case.changes)
     draw = random.Random(case.seed)
     lengths = [case.prompt_tokens, *(draw.randint(1, case.prompt_tokens) for _ in range(4))]
@@ -127,20 +127,20 @@ def run_case(case: ServedCase, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What transformers says of the saved tokens of a run."""
+    """Results of transformers for the saved tokens of a run."""
 
     tokens: int
     gap: float
     """Largest difference of log-probabilities in nats."""
     versions: set[int]
     longest: int
-    """Tokens of the longest prompt and response."""
+    """Tokens of the longest prompt with its response."""
     split: int
-    """Samples whose tokens have several versions."""
+    """Number of samples whose tokens have several versions."""
 
 
 def recompute(case: ServedCase, folder: Path) -> Recomputed:
-    """Compute each saved token's log-probability again, from the weights of its recorded version."""
+    """Recompute the log-probability of each saved token with the weights of its recorded version."""
     run = folder / "run"
     rows = [
         row
@@ -156,12 +156,12 @@ def recompute(case: ServedCase, folder: Path) -> Recomputed:
             if version not in models:
                 weights = folder / "model" if version == 1 else run / "huggingface" / f"step-{version - 1:06d}"
                 models[version] = reference(weights)
-            found = token_logprobs(
+            recomputed = token_logprobs(
                 models[version], row["prompt_tokens"], row["response_tokens"], temperature=case.temperature,
                 masked=masked, least_tokens=case.least_tokens,
             )  # fmt: skip
-            here = torch.tensor([v == version for v in made])
-            apart = (found - engine)[here].abs()
+            of_version = torch.tensor([v == version for v in made])
+            apart = (recomputed - engine)[of_version].abs()
             assert apart.isfinite().all()
             gap = max(gap, float(apart.max()))
         versions |= set(made)

@@ -1,5 +1,5 @@
-"""One rank of a run with a fault at a point between two collectives, and how such points are found: by tracing what a
-rank does. A point is where a function of megappo begins, after so many collectives of its thread."""
+"""Faults on one rank of a run at a point between two collectives. A trace of the functions on a rank finds such
+points. A point is the start of a function of megappo after a number of collectives of the thread."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from megappo.observe.appending import AppendedFile
 from tests.support.places import ROOT
 
 FAULTS = ("raise", "full", "full once", "kill", "stop", "nap", "hang")
-"""An error; a disk without room from then on, or for one file; SIGKILL, and SIGTERM; a sleep of a moment, and one
-without end."""
+"""An error; a full disk, permanently or for one file; SIGKILL and SIGTERM; a short sleep and an endless sleep."""
 NAP_SECONDS = 2.0
 WORDS = "the fault of this test"
 _FOREVER = 10**6
@@ -40,39 +39,40 @@ _COLLECTIVES = (
 )  # fmt: skip
 _FIRST, _LAST = "init_process_group", "destroy_process_group"
 _PASSED_ON = {"megappo/runtime/objects.py", "megappo/runtime/exchange.py", "megappo/runtime/tally.py"}
-"""What stands between a collective and whoever wants it."""
+"""Files between a collective and its caller."""
 _MONITORING: Any = getattr(sys, "monitoring", None)
-"""Since Python 3.12."""
+"""Available since Python 3.12."""
 _MOST_TIMES = 3
-"""Of a function between two collectives that are points."""
+"""Number of starts of a function between two collectives that count as points."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 
 class Struck(Exception):
-    """What a rank raises that is told to."""
+    """The error of the fault `raise`."""
 
 
 class Point(NamedTuple):
-    """Where a function begins for the `number`th time after collective `after` of a thread, which count from 1."""
+    """The `number`th start of a function after collective `after` of a thread. Both are counted from 1."""
 
     thread: str
     after: int
     function: str
     number: int
     collective: str = ""
-    """Which one that is, and whose."""
+    """Name and caller of the collective."""
     ever: int = 0
-    """How many functions have begun in that thread; the rest of it does not count where a fault's has no function."""
+    """Number of functions that have started in the thread. If the point of a fault has no function, only this number
+    and the thread count."""
 
-    def is_at(self, wanted: Point) -> bool:
-        """Whether this is the point of a fault."""
-        if not wanted.function:
-            return (self.thread, self.ever) == (wanted.thread, wanted.ever)
-        return self[:4] == wanted[:4]
+    def is_at(self, point: Point) -> bool:
+        """Return whether this is the point of a fault."""
+        if not point.function:
+            return (self.thread, self.ever) == (point.thread, point.ever)
+        return self[:4] == point[:4]
 
     @property
     def words(self) -> str:
-        """As a table shows it."""
+        """The text of the point in a table."""
         thread = "" if self.thread == "MainThread" else f", in {self.thread}"
         return f"{self.function} after {self.collective}{thread}" if self.function else f"function {self.ever}{thread}"
 
@@ -83,14 +83,16 @@ class _OfThread:
     collective: str = "the start"
     ever: int = 0
     begun: dict[str, int] = field(default_factory=dict)
-    """How often which function has since that collective."""
+    """Number of starts of each function since the last collective."""
 
 
 class Watch:
-    """Counts the collectives of each thread of this process, and the functions of megappo that begin between them."""
+    """Counter of the collectives of each thread of this process, and of the functions of megappo that start between
+    them."""
 
     def __init__(self, at_point: Callable[[Point], None]) -> None:
-        """`at_point` hears of every point, in its thread, and may raise what is then raised there."""
+        """Initialise the counters. `at_point` is called at every point in its thread, and its errors are raised
+        there."""
         self._at_point = at_point
         self._threads: dict[str, _OfThread] = {}
         self._inside = threading.local()
@@ -98,7 +100,7 @@ class Watch:
         self._is_over = False
 
     def start(self) -> None:
-        """Before this process has joined a world; ends when it leaves it."""
+        """Start to count before this process joins a world. The count ends when the process leaves the world."""
         for name in _COLLECTIVES:
             wrapped = self._wrap(name, getattr(distributed_c10d, name))
             setattr(dist, name, wrapped)
@@ -106,13 +108,13 @@ class Watch:
 
     def _wrap(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
-        def counted(*given: Any, **named: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "is", False) or (name != _FIRST and not self._threads):
-                return collective(*given, **named)
+                return collective(*args, **kwargs)
             self._inside.__dict__["is"] = True
             self._is_over = self._is_over or name == _LAST
             try:
-                return collective(*given, **named)
+                return collective(*args, **kwargs)
             finally:
                 self._inside.__dict__["is"] = False
                 self._passed(name)
@@ -127,8 +129,8 @@ class Watch:
         of_thread.collective = f"{name} of {_caller()}"
 
     def _listen(self) -> None:
-        """Hear of functions that begin. Costs nothing for those of others since Python 3.12, and twice as much as a
-        run does before."""
+        """Register a callback for starts of functions. Since Python 3.12, functions outside megappo cost nothing;
+        before, a run takes twice as long."""
         if _MONITORING is not None:
             tool, event = _MONITORING.PROFILER_ID, _MONITORING.events.PY_START
             _MONITORING.use_tool_id(tool, "faults")
@@ -136,7 +138,7 @@ class Watch:
             _MONITORING.set_events(tool, event)
         else:
 
-            def seen(frame: FrameType, event: str, _given: object) -> None:
+            def seen(frame: FrameType, event: str, _arg: object) -> None:
                 if event == "call":
                     self._begins(frame.f_code)
 
@@ -165,7 +167,7 @@ class Watch:
 
 
 def trace(out: Path) -> None:
-    """Write the points of this process to a file, a line for each, as they come."""
+    """Write the points of this process to a file, one line per point."""
     file = out.open("w", buffering=1)
 
     def at_point(point: Point) -> None:
@@ -177,30 +179,31 @@ def trace(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank."""
+    """A fault of a rank."""
 
     kind: str
     rank: int
     point: Point
 
 
-def strike(fault: Fault, directory: Path, told: Path) -> None:
-    """Have this process suffer a fault, once; `told` has the moment then, and the run directory's newest checkpoint."""
+def strike(fault: Fault, directory: Path, report: Path) -> None:
+    """Inject a fault into this process once. The file `report` then contains the time and the newest checkpoint of
+    the run directory."""
     struck = threading.Event()
 
-    def tell() -> None:
+    def write_report() -> None:
         newest = max((marker.step for marker in finished(directory / "checkpoints").values()), default=-1)
-        partial = told.with_suffix(".partial")
+        partial = report.with_suffix(".partial")
         partial.write_text(json.dumps({"seconds": time.monotonic(), "newest": newest}))
-        partial.rename(told)
+        partial.rename(report)
 
     def at_point(point: Point) -> None:
         if point.is_at(fault.point) and not struck.is_set():
             struck.set()
             if fault.kind.startswith("full"):
-                _fill(directory, tell, times=1 if fault.kind == "full once" else _FOREVER)
+                _fill(directory, write_report, times=1 if fault.kind == "full once" else _FOREVER)
             else:
-                tell()
+                write_report()
                 _suffer(fault.kind)
 
     Watch(at_point).start()
@@ -215,9 +218,9 @@ def _suffer(kind: str) -> None:
     time.sleep(NAP_SECONDS if kind == "nap" else _FOREVER)
 
 
-def _fill(directory: Path, tell: Callable[[], None], times: int) -> None:
-    """No file under the directory can be made or written any more, or so many times; `tell` is called the first
-    time."""
+def _fill(directory: Path, write_report: Callable[[], None], times: int) -> None:
+    """Make writes and new files in the directory fail, permanently or a number of times. `write_report` is called at
+    the first failure."""
     left, append = [times], AppendedFile.append
     inside = str(directory) + os.sep
 
@@ -225,10 +228,10 @@ def _fill(directory: Path, tell: Callable[[], None], times: int) -> None:
         if isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(inside) and left[0]:
             left[0] -= 1
             if left[0] == times - 1:
-                tell()
+                write_report()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def refuse_writes(event: str, arguments: tuple[Any, ...]) -> None:
         is_written = event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES
         if is_written or event == "os.mkdir":
             refuse(arguments[0])
@@ -237,7 +240,7 @@ def _fill(directory: Path, tell: Callable[[], None], times: int) -> None:
         refuse(directory / "appended")
         append(self, piece)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(refuse_writes)
     AppendedFile.append = append_in_vain  # type: ignore[method-assign]
 
 
@@ -246,7 +249,7 @@ def _thread() -> str:
 
 
 def _name(code: CodeType) -> str:
-    """`megappo/file.py:function`, "" of what is none of megappo's functions."""
+    """Return `megappo/file.py:function`, or "" for functions outside megappo."""
     path = Path(code.co_filename)
     if code.co_name.startswith("<") or not path.is_relative_to(ROOT / "megappo"):
         return ""
@@ -254,7 +257,7 @@ def _name(code: CodeType) -> str:
 
 
 def _caller() -> str:
-    """Who wants a collective."""
+    """Return the function that calls a collective."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = _name(frame.f_code)

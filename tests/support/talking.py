@@ -1,4 +1,5 @@
-"""An engine that talks while the trainer computes, with one request after the other: runs with it repeat."""
+"""An engine for conversations during the updates. Requests are processed one at a time, so runs with this engine are
+repeatable."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from tests.support.embedded import AroundEmbedded
 
 
 class TalkingEngine(AroundEmbedded):
-    """The embedded engine in a thread of its own, which computes nothing that ranks do together."""
+    """The embedded engine in a separate thread, without collectives."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._listener: Listener | None = None
         self._line: _OneByOne | None = None
-        self._failures = given["runtime"].failures
+        self._failures = options["runtime"].failures
         self._lock = threading.Lock()
 
     def converse(self, talk: TurnDriver, params: SamplingParams) -> None:
@@ -61,7 +62,7 @@ class TalkingEngine(AroundEmbedded):
         if line is not None:
             line.close()
         nothing = Completion((), (), truncated=False, weight_version=self.version, broken_off=True)
-        return {} if line is None else dict.fromkeys(line.owed, nothing)
+        return {} if line is None else dict.fromkeys(line.pending, nothing)
 
     def close(self) -> None:
         self.abort()
@@ -73,28 +74,28 @@ class _OneByOne(RequestStream):
 
     def __init__(self, inner: TransformersEngine, talk: Listener, params: SamplingParams, failures: Failures) -> None:
         self._inner, self._talk, self._params, self._failures = inner, talk, params, failures
-        self._asked: queue.SimpleQueue[tuple[int, GenerateRequest] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int, GenerateRequest] | None] = queue.SimpleQueue()
         self._closed = False
-        self.owed: set[int] = set()
+        self.pending: set[int] = set()
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
     def send(self, number: int, request: GenerateRequest) -> None:
-        self.owed.add(number)
-        self._asked.put((number, request))
+        self.pending.add(number)
+        self._requests.put((number, request))
 
     def _answer(self) -> None:
-        with self._failures.told():  # otherwise all would wait for an answer
+        with self._failures.told():  # otherwise all ranks would wait for an answer
             self._answer_all()
 
     def _answer_all(self) -> None:
-        while (asked := self._asked.get()) is not None and not self._closed:
-            number, request = asked
+        while (item := self._requests.get()) is not None and not self._closed:
+            number, request = item
             [completion] = self._inner.generate([request], self._params)
-            self.owed.discard(number)
+            self.pending.discard(number)
             self._talk.answered(number, completion)
 
     def close(self) -> None:
         self._closed = True
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join()

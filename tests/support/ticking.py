@@ -1,4 +1,4 @@
-"""An engine that generates for real while the trainer computes, by a clock of its own: runs with it repeat."""
+"""An engine that generates during the updates with a simulated clock, so runs with this engine are repeatable."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Submitted:
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
-class _Held(RequestStream):
-    """Nothing is answered over it: the turns wait for a round."""
+class _NoStream(RequestStream):
+    """A stream without answers. The turns wait for a round."""
 
     is_over = False
 
@@ -39,13 +39,13 @@ class _Held(RequestStream):
 
 
 class TickingEngine(AroundEmbedded):
-    """The embedded engine computes an answer at once, and its tokens come out one by one: a tick for each, of one
-    in `slow_every` requests five. The clock ticks when somebody waits, and `ticks_in_step` times before an abort."""
+    """The embedded engine computes an answer at once, and delivers one token per tick, or one token per five ticks
+    for one in `slow_every` requests. The clock ticks at each wait, and `ticks_in_step` times before an abort."""
 
     def __init__(
-        self, *, runtime: Runtime, ticks_in_step: int = 6, slow_every: int = 24, log: str = "", **given: Any
+        self, *, runtime: Runtime, ticks_in_step: int = 6, slow_every: int = 24, log: str = "", **options: Any
     ) -> None:
-        super().__init__(runtime=runtime, **given)
+        super().__init__(runtime=runtime, **options)
         self._ticks_in_step, self._slow_every = ticks_in_step, slow_every
         self._log = Path(f"{log}-{runtime.rank}") if log else None
         self._now = 0
@@ -68,14 +68,14 @@ class TickingEngine(AroundEmbedded):
         self.finish_stream(talk, self.open_stream(talk, params), params)
 
     def open_stream(self, talk: TurnDriver, params: SamplingParams) -> RequestStream:
-        return _Held()
+        return _NoStream()
 
     def finish_stream(
         self, talk: TurnDriver, line: RequestStream, params: SamplingParams, *, weights_changed: bool = False
     ) -> None:
         assert isinstance(talk, Table)
-        while wanted := talk.round():
-            talk.answer(dict(zip(wanted, self.inner.generate(list(wanted.values()), params), strict=True)))
+        while requests := talk.round():
+            talk.answer(dict(zip(requests, self.inner.generate(list(requests.values()), params), strict=True)))
         self.stop.check()
 
     def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
@@ -90,22 +90,24 @@ class TickingEngine(AroundEmbedded):
 
     def _come_out(self) -> dict[int, Completion]:
         self._compute()
-        found = {n: one.answer for n, one in self._under_way.items() if one.answer and self._tokens(n) is None}
-        for number in found:
+        completions = {n: one.answer for n, one in self._under_way.items() if one.answer and self._tokens(n) is None}
+        for number in completions:
             del self._under_way[number]
-        self._write(found)
-        return found
+        self._write(completions)
+        return completions
 
     def abort(self) -> dict[int, Completion]:
         self._now += self._ticks_in_step
-        found = self._come_out()
+        completions = self._come_out()
         for number, one in self._under_way.items():
             tokens = self._tokens(number)
             assert one.answer is not None and tokens is not None
             ids, logprobs = one.answer.token_ids[:tokens], one.answer.logprobs[:tokens]
-            found[number] = replace(one.answer, token_ids=ids, logprobs=logprobs, truncated=False, broken_off=True)
+            completions[number] = replace(
+                one.answer, token_ids=ids, logprobs=logprobs, truncated=False, broken_off=True
+            )
         self._under_way = {}
-        return found
+        return completions
 
     def _compute(self) -> None:
         new = [one for one in self._under_way.values() if one.answer is None]
@@ -117,15 +119,15 @@ class TickingEngine(AroundEmbedded):
             one.answer = answer
 
     def _tokens(self, number: int) -> int | None:
-        """How many have come out; None: all."""
+        """Return the number of delivered tokens, or None if all tokens are delivered."""
         one = self._under_way[number]
         assert one.answer is not None
         tokens = (self._now - one.began) // (5 if number % self._slow_every == 0 else 1)
         return None if tokens >= len(one.answer.token_ids) else tokens
 
-    def _write(self, found: Mapping[int, Completion]) -> None:
+    def _write(self, completions: Mapping[int, Completion]) -> None:
         if self._log is not None:
             with self._log.open("a") as log:
-                for number, answer in found.items():
+                for number, answer in completions.items():
                     line: dict[str, Any] = {"number": number, "version": answer.weight_version}
                     print(json.dumps(line), file=log)

@@ -1,15 +1,15 @@
-"""Environments and rewards of a user that fail, or never reward."""
+"""Environments and rewards of a user that fail or are always zero."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # reward workers import this file, and need no more
+if TYPE_CHECKING:  # reward workers import this file without megappo
     from megappo.environments.session import Session
 
 
 class Fails:
-    """Fails in one of the ways in which an episode can."""
+    """An environment that fails in one of the possible ways."""
 
     def __init__(self, how: str = "raised") -> None:
         self._how = how
@@ -26,22 +26,22 @@ class Fails:
 
 
 def fussy(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
-    """Cannot score half of the sums."""
+    """Score the response, but fail for half of the sums."""
     if int(prompt[0]) % 2:
         return parsed(response, prompt)
     return float(response == answer)
 
 
 def parsed(response: str, prompt: str) -> float:
-    """Always fails."""
+    """Raise an error in every call."""
     raise ValueError(f"cannot read {prompt}")
 
 
 def zero(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
-    """A reward that never rewards."""
+    """Return zero."""
     return 0.0
 
 
 def crashing(*, prompt: str, response: str, answer: str | None, metadata: dict[str, Any]) -> float:
-    """A reward that always fails."""
+    """Raise an error."""
     raise KeyError("no such thing")

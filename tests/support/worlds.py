@@ -1,4 +1,4 @@
-"""Worlds with something wrong in them, for the tests of doctor, plan and dry run."""
+"""Faulty worlds for the tests of doctor, plan and dry run."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ QUICKSTART = "configs/quickstart.yaml"
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The variables of a process that nothing launched."""
+    """Return the environment variables of a process without a launcher."""
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    unlaunched = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    return kept | paths | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"} | changes
+    return unlaunched | paths | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"} | changes
 
 
 def megappo(
-    *words: str, prefix: tuple[str, ...] = (), before: Callable[[], None] | None = None, **changes: str
+    *arguments: str, prefix: tuple[str, ...] = (), before: Callable[[], None] | None = None, **changes: str
 ) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own; `prefix` stands before it, `before` runs in it first."""
-    if not prefix and before is None and "PYTHONPATH" not in changes:  # nothing but variables is different
-        return start("megappo", *words, environment=environment(**changes))
+    """Run the command line in a separate process. `prefix` is put before the command, and `before` runs first in the
+    process."""
+    if not prefix and before is None and "PYTHONPATH" not in changes:  # only variables differ
+        return start("megappo", *arguments, environment=environment(**changes))
     return subprocess.run(
-        [*prefix, sys.executable, "-m", "megappo", *words],
+        [*prefix, sys.executable, "-m", "megappo", *arguments],
         cwd=ROOT,
         env=environment(**changes),
         capture_output=True,
@@ -52,7 +53,7 @@ def megappo(
 
 
 def fake_package(folder: Path, name: str, version: str) -> str:
-    """A package of that name and version that can be found on the import path returned."""
+    """Write a package with this name and version and return an import path that contains the package."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text("")
     info = folder / f"{name}-{version}.dist-info"
@@ -62,7 +63,7 @@ def fake_package(folder: Path, name: str, version: str) -> str:
 
 
 def pretrained(folder: Path) -> Path:
-    """The quickstart's model with weights on disk."""
+    """Write the model of the quickstart with weights."""
     shutil.copytree(TINY, folder)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(folder)
@@ -70,7 +71,7 @@ def pretrained(folder: Path) -> Path:
 
 
 def cut_short(model: Path) -> None:
-    """The end of the weights is lost, as by a broken download."""
+    """Truncate the weights, as after an interrupted download."""
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
@@ -82,14 +83,14 @@ def lose_a_tensor(model: Path) -> None:
 
 
 def other_sizes(model: Path) -> None:
-    """config.json of another model."""
+    """Change a size in config.json, so the weights no longer fit."""
     content = json.loads((model / "config.json").read_text())
     content["intermediate_size"] *= 2
     (model / "config.json").write_text(json.dumps(content))
 
 
 def listening() -> socket.socket:
-    """Somebody else's program on a port."""
+    """Return a socket of another program that listens on a port."""
     taken = socket.socket()
     taken.bind(("", 0))
     taken.listen()
@@ -98,7 +99,7 @@ def listening() -> socket.socket:
 
 @contextmanager
 def answering(status: int, answer: dict[str, object]) -> Iterator[int]:
-    """A program that says the same to every question; its port."""
+    """Serve the same answer to all requests and yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -116,5 +117,5 @@ def answering(status: int, answer: dict[str, object]) -> Iterator[int]:
 
 
 def closed_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port without a listener."""
     return free_port("127.0.0.1")

@@ -1,5 +1,5 @@
-"""The steps of `tests/gpu/gpu_acceptance.py`: what they find, and how they are run within a time.
+"""The steps of `tests/gpu/gpu_acceptance.py` and their runner with time limits.
 
-`table`, `registry`, `runner` and `wheels` need nothing but Python, so that the command starts where packages are still
-missing; the steps themselves run in a worker process.
+`table`, `registry`, `runner` and `wheels` require only Python, so the command starts even if packages are missing.
+The steps run in a worker process.
 """

@@ -1,4 +1,4 @@
-"""Grouped experts beside Megatron's own, which run one after the other."""
+"""Grouped experts compared with the sequential experts of Megatron."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, measured, within
 
 DIFFERENCES = {"float32": 1e-6, "bfloat16": 1e-2}
-"""Bound of the largest difference of outputs, over the largest output."""
+"""Bound of the largest difference of outputs, divided by the largest output."""
 
 
-def beside_sequential(place: Place) -> Iterator[Row]:
-    """Outputs and seconds of the experts and of their whole layer."""
+def against_sequential(place: Place) -> Iterator[Row]:
+    """Yield outputs and seconds of the experts and of their complete layer."""
     shapes = [Shape(32, 16, "float32", 8, 2, 64)] if place.tiny else [Shape(2048, 768, "bfloat16", 128, 8, 8192)]
     rows, _ = measure_all(shapes, place.device, 1 if place.tiny else 20, 1 if place.tiny else None)
     for row in rows:
@@ -21,7 +21,7 @@ def beside_sequential(place: Place) -> Iterator[Row]:
         yield within(name, {"differ by": row.difference}, DIFFERENCES[row.shape.dtype])
         yield measured(
             f"{name}: time",
-            f"{1e3 * row.grouped_seconds:.3g} ms, one after the other {1e3 * row.megatron_seconds:.3g} ms: "
+            f"{1e3 * row.grouped_seconds:.3g} ms, sequential {1e3 * row.megatron_seconds:.3g} ms: "
             f"{row.speedup:.2f} times as fast",
             seconds=row.grouped_seconds,
             sequential_seconds=row.megatron_seconds,

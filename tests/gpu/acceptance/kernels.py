@@ -1,4 +1,4 @@
-"""The per-token kernels against float64, and their times beside public ones.
+"""The per-token kernels against float64, and their times compared with public kernels.
 
 Shape legend: N rows, H features, V vocabulary.
 """
@@ -32,27 +32,29 @@ from tests.support.oracles import kernels as reference
 
 TEMPERATURE = 0.9
 VALUES = 5e-4
-"""Bound of log-probabilities and entropies, nats: logits are float32 sums, of up to 30 here."""
+"""Bound of log-probabilities and entropies in nats. Logits are float32 sums of up to 30."""
 GRADIENTS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}
-"""Bound of a gradient's relative norm; in bfloat16 the gradient of the logits is rounded, and the result again."""
+"""Bound of the relative error of a gradient norm. In bfloat16, the gradient of the logits and the result are rounded.
+"""
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, entropy_coef=0.01)
 Check = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of an output layer and its loss."""
+    """Inputs of an output layer and its loss."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
     ups: Tensor
-    """(2, N): gradients that come back to log-probabilities and entropies."""
+    """(2, N): upstream gradients of log-probabilities and entropies."""
     policy: PolicyInputs
 
     @staticmethod
     def make(n: int, h: int, v: int, dtype: torch.dtype, device: str, seed: int) -> Inputs:
-        """Peaky logits, as a trained model's; old log-probabilities are relative to what `near` is given."""
+        """Draw peaky logits similar to a trained model. The old log-probabilities are relative until `near` is
+        called."""
         g = torch.Generator(device=device).manual_seed(seed)
         hidden = torch.randn(n, h, generator=g, device=device).to(dtype)
         weight = torch.empty(v, h, dtype=dtype, device=device)
@@ -65,13 +67,14 @@ class Inputs:
         return Inputs(hidden.requires_grad_(), weight.requires_grad_(), labels, ups, policy)
 
     def near(self, logprob: Tensor) -> Inputs:
-        """The same with ratios inside and outside of the clip, where these are the log-probabilities."""
+        """Return the same inputs with old log-probabilities close to `logprob`, so ratios are inside and outside the
+        clip."""
         old = self.policy.old_logprob + logprob.detach().float()
         return replace(self, policy=replace(self.policy, old_logprob=old))
 
 
 def truth(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies in float64, a few rows at a time."""
+    """Compute log-probabilities and entropies in float64, in groups of rows."""
     wide = weight.detach().double()
     parts = [
         reference.linear_logprob(h.double(), wide, y, temperature=TEMPERATURE)
@@ -82,7 +85,7 @@ def truth(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def true_gradients(case: Inputs, up_logprob: Tensor, up_entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Of hidden states and weight in float64, a few rows at a time."""
+    """Compute gradients of hidden states and weight in float64, in groups of rows."""
     wide = case.weight.detach().double().requires_grad_()
     grad_weight, of_hidden = torch.zeros_like(wide), []
     rows = zip(case.hidden.detach().split(256), case.labels.split(256), up_logprob.split(256), up_entropy.split(256),
@@ -98,25 +101,25 @@ def true_gradients(case: Inputs, up_logprob: Tensor, up_entropy: Tensor) -> tupl
 
 
 def norm_error(mine: Tensor, exact: Tensor) -> float:
-    """Norm of the error over the norm of the truth; 0 where both are empty or zero."""
+    """Return the norm of the error divided by the norm of the truth, or 0 if both are empty or zero."""
     size, error = float(exact.norm()), float((mine.double() - exact).norm())
     return error / size if size else error
 
 
 def largest_error(mine: Tensor, exact: Tensor) -> float:
-    """Of any element; 0 where there is none."""
+    """Return the largest error of an element, or 0 without elements."""
     return float((mine.detach() - exact).abs().amax()) if mine.numel() else 0.0
 
 
 def run_linear(case: Inputs) -> tuple[Tensor, ...]:
-    """linear_logprob with its gradients."""
+    """Run linear_logprob and its gradients."""
     logprob, entropy = linear_logprob(case.hidden, case.weight, case.labels, temperature=TEMPERATURE)
     total = (logprob * case.ups[0]).sum() + (entropy * case.ups[1]).sum()
     return (logprob, entropy, *torch.autograd.grad(total, (case.hidden, case.weight)))
 
 
 def run_loss(case: Inputs) -> tuple[Tensor, ...]:
-    """ppo_head_loss with its gradients."""
+    """Run ppo_head_loss and its gradients."""
     result = ppo_head_loss(
         case.hidden, case.weight, case.labels, case.policy, objective=OBJECTIVE, temperature=TEMPERATURE
     )
@@ -124,7 +127,7 @@ def run_loss(case: Inputs) -> tuple[Tensor, ...]:
 
 
 def run_logits(case: Inputs) -> tuple[Tensor, ...]:
-    """logits_logprob of logits that exist, with their gradient in their place."""
+    """Run logits_logprob for stored logits, with an in-place gradient."""
     with torch.no_grad():
         leaf = case.hidden @ case.weight.T
     logits = leaf.requires_grad_() * 1
@@ -135,30 +138,30 @@ def run_logits(case: Inputs) -> tuple[Tensor, ...]:
 
 
 def check_linear(case: Inputs, exact: tuple[Tensor, Tensor]) -> tuple[Check, Check]:
-    """Errors of values and of gradients."""
+    """Return the errors of values and of gradients."""
     logprob, entropy, *gradients = run_linear(case)
     values = {"logprob": largest_error(logprob, exact[0]), "entropy": largest_error(entropy, exact[1])}
-    wanted = true_gradients(case, case.ups[0].double(), case.ups[1].double())
-    errors = [norm_error(g, w) for g, w in zip(gradients, wanted, strict=True)]
+    expected = true_gradients(case, case.ups[0].double(), case.ups[1].double())
+    errors = [norm_error(g, w) for g, w in zip(gradients, expected, strict=True)]
     return values, dict(zip(("hidden gradient", "weight gradient"), errors, strict=True))
 
 
 def check_loss(case: Inputs, exact: tuple[Tensor, Tensor]) -> tuple[Check, Check]:
-    """The same of the loss, its truth from autograd over the exact log-probabilities."""
+    """Return the errors of the loss and of gradients. The truth is autograd of the exact log-probabilities."""
     loss, *gradients = run_loss(case)
     logprob, entropy = (x.clone().requires_grad_() for x in exact)
     wide: dict[str, Any] = {
         name: x.double() if x.is_floating_point() else x for name, x in case.policy.tensors().items()
     }
     settings = {"clip_low": OBJECTIVE.clip_low, "clip_high": OBJECTIVE.clip_high, "entropy_coef": 0.01}
-    wanted = algorithm.policy_loss(logprob=logprob, entropy=entropy, **wide, **settings).loss  # type: ignore[arg-type]
-    ups = torch.autograd.grad(wanted, (logprob, entropy))
+    expected = algorithm.policy_loss(logprob=logprob, entropy=entropy, **wide, **settings).loss  # type: ignore[arg-type]
+    ups = torch.autograd.grad(expected, (logprob, entropy))
     errors = [norm_error(g, w) for g, w in zip(gradients, true_gradients(case, *ups), strict=True)]
-    return {"loss": abs(float(loss - wanted))}, dict(zip(("hidden gradient", "weight gradient"), errors, strict=True))
+    return {"loss": abs(float(loss - expected))}, dict(zip(("hidden gradient", "weight gradient"), errors, strict=True))
 
 
 def cases(place: Place) -> Iterator[tuple[int, int, int, torch.dtype]]:
-    """(N, H, V, dtype): a row, no rows, many; vocabularies that are no multiple of anything, and large ones."""
+    """Yield (N, H, V, dtype) with one row, no rows and many rows, and with odd and large vocabularies."""
     if place.tiny:
         shapes = [(0, 32, 131), (1, 32, 131), (9, 32, 1000)]
     else:
@@ -169,7 +172,7 @@ def cases(place: Place) -> Iterator[tuple[int, int, int, torch.dtype]]:
 
 
 def exactness(place: Place) -> Iterator[Row]:
-    """Values, gradients and repetition of every kernel. On a CPU the Triton kernels run in Triton's interpreter."""
+    """Check values, gradients and repetition of every kernel. On a CPU, the Triton kernels run in the interpreter."""
     backend: AbstractContextManager[None] = use_backend("triton") if place.device == "cpu" else nullcontext()
     with backend:
         for n, h, v, dtype in cases(place):
@@ -193,8 +196,8 @@ def _head(place: Place, n: int, h: int, v: int, dtype: torch.dtype) -> Iterator[
     exact = truth(case.hidden, case.weight, case.labels)
     case = case.near(exact[0])
     for name, check in (("linear_logprob", check_linear), ("ppo_head_loss", check_loss)):
-        found, gradients = check(case, exact)
-        yield within(f"{name}, {label}", found, VALUES)
+        errors_of, gradients = check(case, exact)
+        yield within(f"{name}, {label}", errors_of, VALUES)
         yield within(f"{name} gradients, {label}", gradients, GRADIENTS[dtype])
     for name, run in (("linear_logprob", run_linear), ("ppo_head_loss", run_loss), ("logits_logprob", run_logits)):
         once, again = run(case), run(case)
@@ -203,10 +206,10 @@ def _head(place: Place, n: int, h: int, v: int, dtype: torch.dtype) -> Iterator[
 
 
 def _beyond_2_31(place: Place) -> Iterator[Row]:
-    """Offsets that do not fit into 32 bits; both kernels, last rows against float64."""
+    """Check both kernels with offsets above 32 bits. The last rows are compared with float64."""
     what, n, v = "N x V beyond 2^31", 16384, 151936
     if place.device == "cpu":
-        yield skipped(what, "needs a GPU: a CPU takes minutes")
+        yield skipped(what, "needs a GPU, because a CPU takes minutes")
         return
     needed, free = 6 * n * v * 2, torch.cuda.mem_get_info()[0]
     if free < needed:
@@ -222,20 +225,20 @@ def _beyond_2_31(place: Place) -> Iterator[Row]:
     logits = case.hidden.detach() @ case.weight.detach().T
     exact = reference.logits_logprob(logits[last].double(), case.labels[last], temperature=TEMPERATURE)
     with torch.no_grad():
-        found = logits_logprob(logits, case.labels, temperature=TEMPERATURE)
-    errors = {n: largest_error(f[last], e) for n, f, e in zip(("logprob", "entropy"), found, exact, strict=True)}
+        outputs = logits_logprob(logits, case.labels, temperature=TEMPERATURE)
+    errors = {n: largest_error(f[last], e) for n, f, e in zip(("logprob", "entropy"), outputs, exact, strict=True)}
     yield within(f"logits_logprob, {what}", errors, VALUES)
 
 
 def _per_token(place: Place) -> Iterator[Row]:
-    """GAE and whitening."""
+    """Check GAE and whitening."""
     g = torch.Generator(device=place.device).manual_seed(3)
     b, t = (3, 17) if place.tiny else (4, 700)
     rewards, values = (torch.randn(b, t, generator=g, device=place.device) for _ in range(2))
     mask = torch.rand(b, t, generator=g, device=place.device) < 0.9
-    found = gae(rewards, values, mask, gamma=0.99, lam=0.95)
+    outputs = gae(rewards, values, mask, gamma=0.99, lam=0.95)
     exact = reference.gae(rewards.double().cpu(), values.double().cpu(), mask.cpu(), gamma=0.99, lam=0.95)
-    errors = {n: largest_error(f.cpu(), e) for n, f, e in zip(("advantages", "returns"), found, exact, strict=True)}
+    errors = {n: largest_error(f.cpu(), e) for n, f, e in zip(("advantages", "returns"), outputs, exact, strict=True)}
     yield within(f"gae, B={b} T={t}", errors, 1e-4)
     stats = masked_whiten_stats(rewards, mask).double().cpu()
     exact_stats = reference.masked_whiten_stats(rewards.double().cpu(), mask.cpu())
@@ -243,7 +246,8 @@ def _per_token(place: Place) -> Iterator[Row]:
 
 
 def times(place: Place) -> Iterator[Row]:
-    """Milliseconds of each provider, in units of its matrix products at the measured rate of this machine."""
+    """Measure the milliseconds of each provider, in units of its matrix products at the measured rate of this
+    machine."""
     shapes = [(16, 128, 512)] if place.tiny else [(8192, 4096, 151936), (8192, 1024, 151936)]
     machine = Machine(place.device, 1 if place.tiny else 10)
     rate = matrix_rate(place)
@@ -269,5 +273,5 @@ def _timing(what: str, provider: Any, floor: float) -> Row:
         own = provider.name.startswith("megappo")
         return judged(what, False, provider.failure) if own else skipped(what, provider.failure)
     seconds, gib = statistics.median(provider.seconds), provider.peak_bytes / 2**30
-    words = f"{1e3 * seconds:.3g} ms, {seconds / floor:.2f} x the floor, {gib:.2f} GiB beyond its inputs"
-    return measured(what, words, seconds=seconds, times_floor=seconds / floor, peak_bytes=provider.peak_bytes)
+    text = f"{1e3 * seconds:.3g} ms, {seconds / floor:.2f} x the floor, {gib:.2f} GiB in addition to its inputs"
+    return measured(what, text, seconds=seconds, times_floor=seconds / floor, peak_bytes=provider.peak_bytes)

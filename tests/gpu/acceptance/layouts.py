@@ -1,4 +1,4 @@
-"""One PPO step with everything on, on every rank of a job, in each way to spread two small models over them."""
+"""One PPO step with all features on every rank of a job, for each layout of two small models."""
 
 from __future__ import annotations
 
@@ -23,45 +23,47 @@ from tests.support.models import write_model
 from tests.support.workers.ppo_step_worker import run
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
-"""Heads and experts for up to eight ranks."""
+"""Sizes for up to eight tensor or expert parallel ranks."""
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
 
 
 def samples_of(ranks: int) -> int:
-    """Enough for as many replicas as there are ranks, up to 16, with two minibatches."""
+    """Return a number of samples for up to 16 data replicas with two minibatches."""
     return min(32, max(12, 4 * ranks))
 
 
 def layouts(ranks: int) -> dict[str, tuple[str, list[str]]]:
-    """Name: (family, overrides) of the layouts that a number of ranks allows, both roles alike unless named."""
+    """Return name: (family, overrides) of the layouts for a number of ranks. Actor and critic have the same layout."""
     widest = max(n for n in (1, 2, 4, 8) if ranks % n == 0)
-    found: dict[str, tuple[str, dict[str, Any]]] = {f"DP{ranks}": ("qwen3", {})}
+    layouts_of: dict[str, tuple[str, dict[str, Any]]] = {f"DP{ranks}": ("qwen3", {})}
     if widest > 1:
-        found[f"TP{widest} with sequence parallelism"] = (
+        layouts_of[f"TP{widest} with sequence parallelism"] = (
             "qwen3", {"tensor_parallel": widest, "sequence_parallel": True},
         )  # fmt: skip
-        found["PP2"] = ("qwen3", {"pipeline_parallel": 2})
-        found[f"EP{widest}"] = ("qwen3_moe", {"expert_parallel": widest})
+        layouts_of["PP2"] = ("qwen3", {"pipeline_parallel": 2})
+        layouts_of[f"EP{widest}"] = ("qwen3_moe", {"expert_parallel": widest})
     if widest > 2:
-        found["TP2 x PP2"] = ("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2})
+        layouts_of["TP2 x PP2"] = ("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2})
     distributed = [f"{role}.optimizer.distributed=true" for role in ("actor", "critic")]
     return {
         name: (family, distributed + [f"{r}.layout.{k}={v}" for r in ("actor", "critic") for k, v in layout.items()])
-        for name, (family, layout) in found.items()
+        for name, (family, layout) in layouts_of.items()
     }
 
 
 def against_oracle(place: Place, runtime: Runtime) -> Iterator[Row]:
-    """Each layout beside the one-process oracle. Every rank takes part; rank 0 gets the rows."""
+    """Compare each layout with the one-process oracle. Every rank must call this function; rank 0 yields the rows."""
     if runtime.world_size == 1:
-        yield skipped("layouts", "one rank has only one")
+        yield skipped("layouts", "needs several ranks")
         return
     for number, (name, (family, overrides)) in enumerate(layouts(runtime.world_size).items()):
         folder = replace(place, scratch=f"{place.scratch}/{number}")
         work: partial[list[Row]] = partial(list, _layout(folder, runtime, name, family, overrides))
         rows, problem = attempt(work, (Exception,))
-        problems = {rank: found for rank, found in enumerate(all_gather_objects(problem)) if found}
-        yield from (failed(name, f"rank {rank}: {found}") for rank, found in problems.items())
+        problems = {
+            rank: problem_of_rank for rank, problem_of_rank in enumerate(all_gather_objects(problem)) if problem_of_rank
+        }
+        yield from (failed(name, f"rank {rank}: {problem_of_rank}") for rank, problem_of_rank in problems.items())
         yield from rows or ()
 
 
@@ -75,28 +77,37 @@ def _layout(place: Place, runtime: Runtime, name: str, family: str, overrides: l
             write_model(path, family, 11, noise=noise, **SHAPE, **(EXPERTS if family == "qwen3_moe" else {}))
     dist.barrier()
     o = oracle_settings(SHAPE["hidden_size"], sum(t.numel() for t in load_file(folder / "model.safetensors").values()))
-    given = samples(size, folder, ragged=True)
+    step_samples = samples(size, folder, ragged=True)
     content = settings(place, folder, size, "float32")
     content["actor"]["microbatch_budget_tokens"] = content["critic"]["microbatch_budget_tokens"] = 64
-    words = [*oracle_overrides(o, SHAPE["hidden_size"], reference, count // 2), *overrides]
+    overrides_of_step = [*oracle_overrides(o, SHAPE["hidden_size"], reference, count // 2), *overrides]
     if runtime.is_main:
         write_settings(place, content)
     dist.barrier()
-    found, out = root / "found.json", root / "out"
-    run({"config": str(root / "settings.yaml"), "overrides": words, "samples": given, "out": str(out)}, runtime, found)
+    result_file, out = root / "found.json", root / "out"
+    run(
+        {
+            "config": str(root / "settings.yaml"),
+            "overrides": overrides_of_step,
+            "samples": step_samples,
+            "out": str(out),
+        },
+        runtime,
+        result_file,
+    )
     if runtime.is_main:
-        mine = _stepped(json.loads(found.read_text()), out, count)
-        truth, weights = run_oracle(place, folder, reference, given, o, mine)
+        mine = _stepped(json.loads(result_file.read_text()), out, count)
+        truth, weights = run_oracle(place, folder, reference, step_samples, o, mine)
         yield from compared(name, load_file(folder / "model.safetensors"), mine, truth, weights)
 
 
-def _stepped(found: dict[str, Any], out: Path, count: int) -> Stepped:
-    """What the ranks have left in files, in the order of the samples."""
-    per_sample = [found["samples"][str(i)] for i in range(count)]
+def _stepped(result: dict[str, Any], out: Path, count: int) -> Stepped:
+    """Read the results of the ranks from files, in the order of the samples."""
+    per_sample = [result["samples"][str(i)] for i in range(count)]
     critic = load_file(out / "critic.safetensors")
     return Stepped(
         {name: torch.cat([torch.tensor(s[name]) for s in per_sample]) for name in per_sample[0]},
-        found["metrics"],
-        found["minibatches"],
+        result["metrics"],
+        result["minibatches"],
         {"actor": load_file(out / "actor.safetensors"), "critic": critic},
     )

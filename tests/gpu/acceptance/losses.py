@@ -1,4 +1,4 @@
-"""Every policy loss in the output layer: values and gradients against float64, times in units of `clip`'s.
+"""Every policy loss in the output layer: values and gradients against float64, and times in units of `clip`.
 
 Shape legend: N rows, H features, V vocabulary.
 """
@@ -35,18 +35,20 @@ from tests.gpu.acceptance.table import Row, judged, measured, within
 from tests.support.oracles import algorithm
 
 Exact: TypeAlias = tuple[Tensor, Tensor]
-"""Of log-probabilities and entropies."""
+"""Log-probabilities and entropies, or their gradients."""
 _SEQUENCE = 37
-"""Tokens of each sequence; of the last fewer."""
+"""Tokens of each sequence. The last sequence may have fewer."""
 _PLAIN = "clip"
 _NEAR_NATS = 1e-4
-"""Tokens whose slope jumps within this distance are left out: rounding decides on which side of an edge they are."""
+"""Tokens with a jump of the slope within this distance are excluded, because rounding determines the side of the
+edge."""
 _JUMP = 0.02
-"""Of a slope, in units of advantage times weight; without an edge it changes by a tenth of that at most."""
+"""Minimum jump of a slope, in units of advantage times weight. Without an edge, the slope changes by at most a tenth
+of this value."""
 
 
 def every_policy_loss(place: Place) -> Iterator[Row]:
-    """Of the fused loss in bfloat16 and float32, with log-ratios on both sides of every band."""
+    """Check the fused loss in bfloat16 and float32, with log-ratios on both sides of every band."""
     backend: AbstractContextManager[None] = use_backend("triton") if place.device == "cpu" else nullcontext()
     n, h, v = (40, 32, 300) if place.tiny else (2048, 512, 32001)
     with backend:
@@ -73,20 +75,21 @@ def _run(case: Inputs, name: str) -> tuple[Tensor, ...]:
 
 
 def _slopes(name: str, case: Inputs, exact: Exact, shift: float = 0.0) -> tuple[Tensor, Exact]:
-    """The loss in float64 on the CPU and its slopes in log-probabilities and entropies, old ones moved by `shift`."""
+    """Return the loss in float64 on the CPU and its derivatives with respect to log-probabilities and entropies.
+    `shift` is added to the old log-probabilities."""
     logprob, entropy = (x.clone().cpu().requires_grad_() for x in exact)
     wide: dict[str, Any] = {
         n: x.double().cpu() if x.is_floating_point() else x.cpu() for n, x in case.policy.tensors().items()
     }
     wide["old_logprob"] = wide["old_logprob"] + shift
-    given = {"policy_loss": name, "entropy_coef": 0.01, **wide}
-    loss = algorithm.policy_loss(logprob=logprob, entropy=entropy, **given).loss
+    arguments = {"policy_loss": name, "entropy_coef": 0.01, **wide}
+    loss = algorithm.policy_loss(logprob=logprob, entropy=entropy, **arguments).loss
     of_logprob, of_entropy = torch.autograd.grad(loss, (logprob, entropy))
     return loss.detach(), (of_logprob, of_entropy)
 
 
 def _away_from_edges(name: str, case: Inputs, exact: Exact) -> Inputs:
-    """The same without tokens at an edge."""
+    """Return the inputs without tokens at an edge."""
     below, above = (_slopes(name, case, exact, shift)[1][0] for shift in (-_NEAR_NATS, _NEAR_NATS))
     size = (case.policy.weights * case.policy.advantages).abs().double().cpu()
     near = ((below - above).abs() > _JUMP * size).to(case.policy.mask.device)
@@ -95,10 +98,10 @@ def _away_from_edges(name: str, case: Inputs, exact: Exact) -> Inputs:
 
 def _against_float64(name: str, case: Inputs, exact: Exact, dtype: torch.dtype) -> Iterator[Row]:
     case = _away_from_edges(name, case, exact)
-    wanted, ups = _slopes(name, case, exact)
+    expected, ups = _slopes(name, case, exact)
     loss, *gradients = _run(case, name)
     label = f"{name}, {str(dtype).removeprefix('torch.')}"
-    yield within(label, {"loss": largest_error(loss.cpu(), wanted)}, VALUES)
+    yield within(label, {"loss": largest_error(loss.cpu(), expected)}, VALUES)
     exact_gradients = true_gradients(case, *(x.to(case.hidden.device) for x in ups))
     errors = [norm_error(g, w) for g, w in zip(gradients, exact_gradients, strict=True)]
     named = dict(zip(("hidden gradient", "weight gradient"), errors, strict=True))
@@ -109,7 +112,7 @@ def _against_float64(name: str, case: Inputs, exact: Exact, dtype: torch.dtype) 
 
 
 def _times(place: Place) -> Iterator[Row]:
-    """Interleaved, with gradients."""
+    """Measure interleaved times with gradients."""
     n, h, v = (40, 32, 300) if place.tiny else (8192, 1024, 151936)
     machine = Machine(place.device, 1 if place.tiny else 10)
     case = _with_sequences(Inputs.make(n, h, v, torch.bfloat16, place.device, seed=12))
@@ -126,5 +129,5 @@ def _times(place: Place) -> Iterator[Row]:
             yield judged(what, False, p.failure)
             continue
         times = seconds[p.name] / seconds[_PLAIN]
-        words = f"{1e3 * seconds[p.name]:.4g} ms, {times:.3f} x {_PLAIN}"
-        yield measured(what, words, seconds=seconds[p.name], times_clip=times)
+        text = f"{1e3 * seconds[p.name]:.4g} ms, {times:.3f} x {_PLAIN}"
+        yield measured(what, text, seconds=seconds[p.name], times_clip=times)

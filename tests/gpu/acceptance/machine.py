@@ -1,4 +1,4 @@
-"""Versions, memory, and the two rates that floors are made of."""
+"""Versions, memory, and the two rates for the floors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def describe(place: Place) -> Iterator[Row]:
-    """What this machine is."""
+    """Describe this machine."""
     for name in _PACKAGES:
         try:
             yield measured(name, version(name))
@@ -38,8 +38,8 @@ def describe(place: Place) -> Iterator[Row]:
 def _gpu() -> Iterator[Row]:
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
-    words = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"
-    yield measured("device", f"{words}, CUDA {torch.version.cuda}", multiprocessors=properties.multi_processor_count)
+    text = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"
+    yield measured("device", f"{text}, CUDA {torch.version.cuda}", multiprocessors=properties.multi_processor_count)
     yield measured("memory", f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free", free_bytes=free, total_bytes=total)
     yield measured("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
@@ -47,13 +47,13 @@ def _gpu() -> Iterator[Row]:
 def _rates(place: Place) -> Iterator[Row]:
     flops, n_bytes = matrix_rate(place), copy_rate(place)
     peak = peak_flops(torch.cuda.get_device_name()) if place.device == "cuda" else None
-    share = "" if peak is None else f", {flops / peak:.0%} of the data sheet's"
+    share = "" if peak is None else f", {flops / peak:.0%} of the data sheet"
     yield measured("matrix rate", f"{flops / 1e12:.3g} TFLOP/s in bfloat16{share}", flops_per_second=flops)
     yield measured("copy rate", f"{n_bytes / 1e9:.3g} GB/s, read and written", bytes_per_second=n_bytes)
 
 
 def matrix_rate(place: Place) -> float:
-    """FLOP/s of a large bfloat16 product of random numbers."""
+    """Return the FLOP/s of a large bfloat16 product of random numbers."""
     n = 256 if place.tiny else 8192
     a, b = (torch.randn(n, n, device=place.device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -61,14 +61,14 @@ def matrix_rate(place: Place) -> float:
 
 
 def copy_rate(place: Place) -> float:
-    """Bytes per second of a large copy on the device, read and written bytes counted."""
+    """Return the bytes per second of a large copy on the device. Bytes are counted for reads and writes."""
     source = torch.ones(2**20 if place.tiny else 2**31, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
     return 2 * source.numel() / median_seconds(place, lambda: target.copy_(source))
 
 
 def median_seconds(place: Place, call: Callable[[], Any], repeat: int = 10) -> float:
-    """Of a call, after two that do not count."""
+    """Return the median seconds of a call, after two warm-up calls."""
     clock = Machine(place.device, 0)
     seconds = [clock.seconds(call) for _ in range(repeat + 2)]
     return statistics.median(seconds[2:])

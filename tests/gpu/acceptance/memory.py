@@ -1,4 +1,4 @@
-"""Peak memory of the stages of a step, beside what `megappo plan` says of them."""
+"""Peak memory of the stages of a step, compared with `megappo plan`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.gpu.acceptance.table import Row, judged, measured
 from tests.gpu.acceptance.workload import Size, make_config, model_folder, settings, trainer
 
 MOST_ABOVE_PLAN = 1.1
-"""Of the planned bytes: a plan that says less than is needed lets a run die."""
+"""Limit relative to the planned bytes. If a plan is too low, a run can exhaust the memory."""
 
 
 class MeteredReporter(Reporter):
-    """Notes the peak of every stage."""
+    """A reporter that records the peak memory of every stage."""
 
     peaks: ClassVar[dict[str, int]] = {}
 
     @contextmanager
     def stage(self, name: str, waits_for: str = "") -> Iterator[Lap]:
-        """The stage with a gauge around it: bytes allocated on CUDA, growth of the process on a CPU."""
+        """Measure the stage: allocated bytes on CUDA, growth of the process on a CPU."""
         if torch.cuda.is_available():
             with super().stage(name, waits_for) as lap:
                 yield lap
@@ -44,7 +44,7 @@ class MeteredReporter(Reporter):
 
 
 def by_stage(place: Place) -> Iterator[Row]:
-    """A real step with the embedded engine, every response at its longest."""
+    """Run a real step with the embedded engine and responses of maximum length."""
     size = Size(4, 8, 8) if place.tiny else Size(32, 16, 240)
     name, dtype = "0.6B", "float32" if place.device == "cpu" else "bfloat16"
     folder = model_folder(place, name)
@@ -57,31 +57,32 @@ def by_stage(place: Place) -> Iterator[Row]:
         t.sync_weights()
         t.step = 1
         t.ppo_step()
-        held = resident_bytes(t)
+        resident = resident_bytes(t)
     planned = planned_memory(config)
     roles = sum(role.resident for role in planned.roles)
-    share = held / roles
-    words = f"{held / 1e9:.4g} GB, planned {roles / 1e9:.4g}, within 5%"
+    share = resident / roles
+    text = f"{resident / 1e9:.4g} GB, planned {roles / 1e9:.4g}, within 5%"
     what = f"{name}, {dtype}: weights, gradients, optimizers"
-    yield judged(what, 0.95 <= share <= 1.05, words, held_bytes=held, planned_bytes=roles)
+    yield judged(what, 0.95 <= share <= 1.05, text, held_bytes=resident, planned_bytes=roles)
     for stage, planned_bytes in planned.stages.items():
         peak = MeteredReporter.peaks[stage]
         what, numbers = f"{name}, {dtype}: {stage}", {"peak_bytes": peak, "planned_bytes": planned_bytes}
-        words = f"peak {peak / 1e9:.3g} GB, planned {planned_bytes / 1e9:.3g}"
+        text = f"peak {peak / 1e9:.3g} GB, planned {planned_bytes / 1e9:.3g}"
         if place.device == "cuda":
-            holds = peak <= MOST_ABOVE_PLAN * planned_bytes
-            yield judged(what, holds, f"{words}, at most {MOST_ABOVE_PLAN:g} times as much", **numbers)
+            is_within = peak <= MOST_ABOVE_PLAN * planned_bytes
+            yield judged(what, is_within, f"{text}, at most {MOST_ABOVE_PLAN:g} times as much", **numbers)
         else:
-            yield measured(what, f"{words} (growth of the process, with what its allocator keeps)", **numbers)
+            yield measured(what, f"{text} (growth of the process, including its allocator)", **numbers)
 
 
 def planned_memory(config: Config) -> RankMemory:
-    """Of the one rank, on this machine."""
+    """Return the planned memory of the single rank on this machine."""
     return make_plan(config, read_models(config, None).models, this_machine(), 1).ranks[0]
 
 
 def resident_bytes(t: Trainer) -> int:
-    """What the roles hold between stages: distinct storages of parameters, gradient buffers and optimizer states."""
+    """Return the bytes of the roles between stages: distinct storages of parameters, gradient buffers and optimizer
+    states."""
     storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The steps of `launch/slurm/acceptance.sbatch`: what each starts on all ranks of the job, and what is held against it.
+"""The steps of `launch/slurm/acceptance.sbatch`: their commands on all ranks of the job, and checks of their results.
 
-Each is a job step of its own, so that one that fails or hangs ends alone.
+Each step is a separate job step, so a failure or a hang does not affect the other steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.gpu.acceptance.table import Row, failed, judged, measured, skipped, w
 
 LAYOUTS = "layouts"
 NATS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean difference of the engine's and the trainer's log-probabilities that is the arithmetic's, by its type."""
+"""Bounds of the mean difference of log-probabilities of engine and trainer by dtype. Smaller differences are rounding
+errors."""
 _STEPS = 6
 _LEARNING_STEPS = 50
 _SHORT = ("evaluation=null", "run.export_final_model=false", "logging.tensorboard=false")
@@ -26,84 +27,87 @@ _KILLED_AFTER = 2
 
 @dataclass(frozen=True)
 class NodeStep:
-    """A job step."""
+    """A step of the job."""
 
     name: str
     minutes: int
-    """It is ended after so many."""
+    """Time limit of the step."""
     program: str
-    """The Python module that every rank runs."""
-    words: tuple[str, ...]
+    """Python module for every rank."""
+    arguments: tuple[str, ...]
     proves: str
     place: str = "all"
-    """`all`: every node has ranks. `engines`: SGLang on the last node, ranks on the others. `kill`: every node, and all
-    ranks are killed when so many steps were logged as `_KILLED_AFTER` says. Otherwise why it is skipped."""
+    """`all`: every node has ranks. `engines`: SGLang on the last node, ranks on the others. `kill`: ranks on every
+    node, which are killed after `_KILLED_AFTER` logged steps. Any other text is the reason for a skip."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a job."""
+    """Shape of a job."""
 
     nodes: int
     ranks_per_node: int
     logs: Path
 
 
-def steps(shape: Shape, given: Sequence[str]) -> list[NodeStep]:
-    """In their order; `given` is a configuration with overrides, as `megappo train` takes them."""
-    ranks, whole = shape.ranks_per_node, ("train", *given, *_SHORT)
+def steps(shape: Shape, configuration: Sequence[str]) -> list[NodeStep]:
+    """Return the steps in order. `configuration` is a configuration with overrides, as for `megappo train`."""
+    ranks, whole = shape.ranks_per_node, ("train", *configuration, *_SHORT)
 
-    def train(name: str, *words: str, of: str = "", count: int = _STEPS) -> tuple[str, ...]:
-        return (*whole, f"run.steps={count}", f"run.directory={shape.logs / (of or name)}", *words)
+    def train(name: str, *arguments: str, of: str = "", count: int = _STEPS) -> tuple[str, ...]:
+        return (*whole, f"run.steps={count}", f"run.directory={shape.logs / (of or name)}", *arguments)
 
-    alone = "one node has no other" if shape.nodes == 1 else ""
-    single = "a node has one rank, so an engine has one" if ranks == 1 else ""
+    alone = "needs a second node" if shape.nodes == 1 else ""
+    single = "needs several ranks per node" if ranks == 1 else ""
     every, killed = "checkpoint.every_steps=1", ("kill", "killed-run")
     return [
-        NodeStep("links", 3, "megappo", ("doctor", *given), "software, GPUs, links and clocks of all ranks"),
+        NodeStep("links", 3, "megappo", ("doctor", *configuration), "software, GPUs, links and clocks of all ranks"),
         NodeStep(LAYOUTS, 4, "tests.gpu.node_acceptance", ("layouts", "--out", str(shape.logs)),
                  "a PPO step of TP, PP, EP and DP against the oracle"),
         NodeStep("engine", 4, "megappo", train("engine", every),
-                 "sleep, train, wake, weights to engines of one rank on the same devices"),
+                 "sleep, train, wake, and weights for engines of one rank on the same devices"),
         NodeStep("engine-tp", 4, "megappo", train("engine-tp", f"rollout.sglang.tensor_parallel={ranks}"),
-                 "the same with one engine over the ranks of a node", single or "all"),
+                 "the same with one engine per node", single or "all"),
         NodeStep("broadcast", 4, "megappo", train("broadcast"), "weights over the network to engines on another node",
                  alone or "engines"),
         NodeStep("kill", 4, "megappo", train("kill", every, of=killed[1]), "a run that is killed by SIGKILL", "kill"),
-        NodeStep("resume", 4, "megappo", train("resume", every, of=killed[1]), "and goes on as if it had not been"),
+        NodeStep("resume", 4, "megappo", train("resume", every, of=killed[1]), "continues exactly"),
         NodeStep("learning", 15, "megappo", train("learning", count=_LEARNING_STEPS), "the score rises; MFU"),
     ]  # fmt: skip
 
 
 def lines(todo: Sequence[NodeStep]) -> str:
-    """For the batch script: a line each, fields separated by tabs. Raises ValueError for words that hold such."""
-    for word in (word for step in todo for word in step.words):
+    """Return the lines for the batch script, with fields separated by tabs. Raises ValueError for arguments with tabs
+    or line breaks."""
+    for word in (word for step in todo for word in step.arguments):
         if not word or not word.isprintable():
-            raise ValueError(f"{word!r} is empty or holds a tab or a line break, which a word here cannot")
-    fields = ([s.name, str(s.minutes), s.place, s.program, *s.words] for s in todo)
+            raise ValueError(f"argument {word!r} is empty or contains a tab or a line break; remove this argument")
+    fields = ([s.name, str(s.minutes), s.place, s.program, *s.arguments] for s in todo)
     return "\n".join("\t".join(f) for f in fields)
 
 
 def rows(step: NodeStep, shape: Shape, code: int) -> Iterator[Row]:
-    """What a step that ended with `code` has shown."""
+    """Yield the rows of a step that ended with `code`."""
     if step.place not in ("all", "engines", "kill"):
         yield skipped("the step", step.place)
     elif step.name == "kill":
         count = len(_metrics(shape.logs / "killed-run"))
         yield judged("killed", code != 0 and _KILLED_AFTER <= count < _STEPS, f"after {count} of {_STEPS} steps")
     elif code != 0:
-        yield failed("the step", f"a rank ended with {code}; the first one's last words: {_last_words(shape, step)}")
+        yield failed(
+            "the step", f"a rank ended with {code}; the last lines of the first log: {_last_lines(shape, step)}"
+        )
     elif step.name == LAYOUTS:
         yield from (Row.of(row) for row in json.loads((shape.logs / f"{LAYOUTS}.json").read_text()))
     else:
         yield from _JUDGES.get(step.name, _of_a_run)(shape.logs / step.name)
 
 
-def _last_words(shape: Shape, step: NodeStep) -> str:
-    """Of the first rank that has said anything."""
+def _last_lines(shape: Shape, step: NodeStep) -> str:
+    """Return the last lines of the first rank with output."""
     logs = (shape.logs / step.name / f"rank-{rank}.log" for rank in range(shape.nodes * shape.ranks_per_node))
-    said = (log.read_text(errors="replace") for log in logs if log.exists())
-    return " / ".join(next(filter(None, said), "none").split("\n")[-4:])[:300]
+    texts = (log.read_text(errors="replace") for log in logs if log.exists())
+    return " / ".join(next(filter(None, texts), "none").split("\n")[-4:])[:300]
 
 
 def _metrics(directory: Path) -> list[dict[str, Any]]:
@@ -112,14 +116,14 @@ def _metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _links(folder: Path) -> Iterator[Row]:
-    """The doctor has found nothing broken, or it would have ended otherwise."""
-    found = [line for line in (folder / "rank-0.log").read_text().splitlines() if line.startswith("slow ")]
-    yield judged("doctor", True, "nothing broken" + "".join(f"; {' '.join(line.split())}" for line in found))
+    """Yield the slow findings of the doctor. A broken finding would end the doctor with an error code."""
+    slow = [line for line in (folder / "rank-0.log").read_text().splitlines() if line.startswith("slow ")]
+    yield judged("doctor", True, "nothing broken" + "".join(f"; {' '.join(line.split())}" for line in slow))
 
 
 def _of_a_run(directory: Path) -> Iterator[Row]:
-    """Every sync with servers has compared fingerprints, or it would have ended; what they say of themselves, the
-    embedded engine does not."""
+    """Check a run. Every sync with servers has compared fingerprints, otherwise the run would have failed. Some
+    metrics exist only with servers."""
     logged_steps = _metrics(directory)
     yield judged("steps", len(logged_steps) == _STEPS, f"{len(logged_steps)} of {_STEPS}")
     last = logged_steps[-1]
@@ -141,27 +145,27 @@ def _speed(last: dict[str, Any]) -> Iterator[Row]:
 
 
 def _on_cuda() -> bool:
-    import torch  # which the other rows need not wait for
+    import torch  # the other rows do not need this import
 
     return torch.cuda.is_available()
 
 
 def _resumed(folder: Path) -> Iterator[Row]:
-    """Beside the run that was not killed."""
+    """Compare the run with the run that was not killed."""
     ours, theirs = (logged(folder.parent / name) for name in ("engine", "killed-run"))
     gap = largest_gap(ours, theirs)
-    words = "equal to the last bit" if ours == theirs else f"differ by {gap:.1e}"
-    holds = gap <= GAP if _on_cuda() else ours == theirs
-    yield judged("metrics of all steps, killed and continued", holds, words, gap=gap)
+    text = "equal to the last bit" if ours == theirs else f"differ by {gap:.1e}"
+    is_equal = gap <= GAP if _on_cuda() else ours == theirs
+    yield judged("metrics of all steps, killed and continued", is_equal, text, gap=gap)
 
 
 def _learning(directory: Path) -> Iterator[Row]:
-    found = _metrics(directory)
-    scores, fifth = [line["reward/mean"] for line in found], _LEARNING_STEPS // 5
+    slow = _metrics(directory)
+    scores, fifth = [line["reward/mean"] for line in slow], _LEARNING_STEPS // 5
     first, last = (sum(part) / fifth for part in (scores[:fifth], scores[-fifth:]))
     yield judged(f"score over {len(scores)} steps", last > first and len(scores) == _LEARNING_STEPS,
                  f"{first:.3f} in the first fifth, {last:.3f} in the last", first=first, last=last)  # fmt: skip
-    yield from _speed(found[-1])
+    yield from _speed(slow[-1])
 
 
 _JUDGES: dict[str, Callable[[Path], Iterator[Row]]] = {"links": _links, "resume": _resumed, "learning": _learning}

@@ -1,4 +1,4 @@
-"""Packs of few and of many segments: a packed sample is what it is alone, and what each costs."""
+"""Packs of few and many segments: packed samples must equal separate samples; time and memory are measured."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from tests.gpu.acceptance.workload import (
 )
 
 NATS = {"float32": 1e-4, "bfloat16": 0.05}
-"""Bound of the mean gap of log-probabilities that were computed in packs of another shape."""
+"""Bound of the mean gap of log-probabilities between packs of different shapes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one pack."""
+    """Shape of a pack."""
 
     segments: int
     tokens: int
-    """Of each."""
+    """Tokens of each segment."""
 
 
 def shapes_of(place: Place) -> list[Shape]:
-    """1, 16 and 128 segments of as many tokens together, and one of 32k."""
+    """Return packs of 1, 16 and 128 segments with the same total, and one pack of 32k tokens."""
     if place.tiny:
         return [Shape(1, 64), Shape(4, 32), Shape(16, 4), Shape(1, 256)]
     return [Shape(1, 16384), Shape(16, 1024), Shape(128, 128), Shape(1, 32768)]
 
 
 def shapes(place: Place) -> Iterator[Row]:
-    """Each pack forward and backward."""
+    """Run each pack forward and backward."""
     dtype = "float32" if place.device == "cpu" else "bfloat16"
     for shape in shapes_of(place):
         yield from _shape(place, shape, dtype)
@@ -59,23 +59,23 @@ def _shape(place: Place, shape: Shape, dtype: str) -> Iterator[Row]:
     folder = model_folder(place, "0.6B")
     response = shape.tokens // 2
     size = Size(shape.segments, shape.tokens - response, response)
-    words = [*ACTOR_ONLY, "actor.recompute=full"] if shape.tokens > 20000 else ACTOR_ONLY
-    with trainer(make_config(place, settings(place, folder, size, dtype), words)) as t:
+    overrides = [*ACTOR_ONLY, "actor.recompute=full"] if shape.tokens > 20000 else ACTOR_ONLY
+    with trainer(make_config(place, settings(place, folder, size, dtype), overrides)) as t:
         gap = alone_gap(t, size, folder) if shape.segments > 1 else truncated_gap(t, size, folder)
         yield within(f"{what}: as alone" if shape.segments > 1 else f"{what}: as cut short", gap, NATS[dtype])
         try:
-            found = update_speed(place, t, size, folder, 1 if place.tiny else 2)
+            speed = update_speed(place, t, size, folder, 1 if place.tiny else 2)
         except torch.cuda.OutOfMemoryError as error:
             raise Skip(f"{what}: out of memory: {str(error).splitlines()[0]}") from None
         yield measured(
-            what, f"{found.words(place)}, peak {found.peak_bytes / 1e9:.1f} GB", seconds=found.seconds,
-            tokens_per_second=found.tokens / found.seconds, peak_bytes=found.peak_bytes,
+            what, f"{speed.summary(place)}, peak {speed.peak_bytes / 1e9:.1f} GB", seconds=speed.seconds,
+            tokens_per_second=speed.tokens / speed.seconds, peak_bytes=speed.peak_bytes,
         )  # fmt: skip
 
 
-def logprobs(t: Trainer, given: list[dict[str, Any]], budget_tokens: int) -> list[Tensor]:
-    """Of each sample's response, in packs of so many tokens."""
-    actor, rollout = t.parts.actor, rollouts(given)[0]
+def logprobs(t: Trainer, batch: list[dict[str, Any]], budget_tokens: int) -> list[Tensor]:
+    """Return the log-probabilities of each response, computed in packs of `budget_tokens` tokens."""
+    actor, rollout = t.parts.actor, rollouts(batch)[0]
     usual = actor.placement
     actor.placement = replace(usual, budget_tokens=budget_tokens)
     output_BR = placed_on(actor, announce(rollout, t.parts.runtime.device)).forward()
@@ -84,16 +84,17 @@ def logprobs(t: Trainer, given: list[dict[str, Any]], budget_tokens: int) -> lis
 
 
 def alone_gap(t: Trainer, size: Size, folder: Path) -> dict[str, float]:
-    """Mean gap between samples in one pack and each in a pack of its own, ragged, so that places differ."""
-    given = samples(size, folder, ragged=True)
-    most = max(len(s["tokens"]) for s in given)
-    packed = logprobs(t, given, size.samples * (size.prompt + size.response))
-    alone = [logprobs(t, [sample], most)[0] for sample in given[:4]]
+    """Return the mean gap between samples in one pack and each sample in a separate pack. The samples are ragged, so
+    their positions in the pack differ."""
+    batch = samples(size, folder, ragged=True)
+    most = max(len(s["tokens"]) for s in batch)
+    packed = logprobs(t, batch, size.samples * (size.prompt + size.response))
+    alone = [logprobs(t, [sample], most)[0] for sample in batch[:4]]
     return {"mean gap, nats": float((torch.cat(packed[:4]) - torch.cat(alone)).abs().mean())}
 
 
 def truncated_gap(t: Trainer, size: Size, folder: Path) -> dict[str, float]:
-    """Mean gap to the same sample without its last quarter: later tokens must not be seen."""
+    """Return the mean gap to the same sample without its last quarter, because later tokens must not be visible."""
     (whole,) = samples(size, folder, ragged=False)
     cut = size.response // 2
     short = {**whole, "tokens": whole["tokens"][:-cut], "response": whole["response"] - cut}

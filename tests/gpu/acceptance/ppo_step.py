@@ -1,4 +1,4 @@
-"""One PPO step of real shapes: in float32 against the oracle, in bfloat16 against the clock."""
+"""One PPO step of real shapes: in float32 against the oracle, in bfloat16 with time measurements."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from tests.support.oracle import Sample, Settings, ValueModel, ppo_step
 from tests.support.workers.ppo_step_worker import critic_weights
 
 NUMBERS = 1e-3
-"""Bound of relative errors of log-probabilities, values, advantages and metrics, float32 through all layers."""
+"""Bound of relative errors of log-probabilities, values, advantages and metrics, for float32 in all layers."""
 UPDATES = 2e-2
-"""Bound of the relative error of all changes of weights together: after four updates, with clips on both sides of
-which a token may fall."""
+"""Bound of the relative error of all weight changes after four updates, in which some tokens may be on different
+sides of a clip."""
 
 
 def check_fits(config: Config) -> None:
-    """Raises Skip where the plan of this machine says that a run does not fit into its memory."""
+    """Check that a run fits into the memory of this machine. Raises Skip if the plan does not fit."""
     machine = this_machine()
     if machine.is_cuda:
-        # An engine of one's own is not known to the plan; ours is in the place of none.
+        # The plan does not support a custom engine. The embedded engine replaces the engine for the plan.
         rollout = config.rollout.model_copy(update={"engine": "transformers", "dtype": "bfloat16"})
         planned = config.model_copy(update={"rollout": rollout})
         plan = make_plan(planned, read_models(planned, None).models, machine, 1)
@@ -58,11 +58,12 @@ def check_fits(config: Config) -> None:
             raise Skip(plan.verdict)
 
 
-# -- Against the oracle --
+# Comparison with the oracle
 
 
 def oracle_settings(hidden: int, parameters: int) -> Settings:
-    """Everything on. Adam's epsilon is the size of a gradient, so that its steps are no signs of rounding noise."""
+    """Return settings with all features. The epsilon of Adam has the size of a gradient, so the steps are not the
+    signs of rounding errors."""
     return Settings(
         temperature=0.8, gamma=0.98, lam=0.9, kl_reward_coef=0.05, kl_loss_coef=0.1, clip_low=0.1, clip_high=0.15,
         dual_clip=1.5, value_clip=0.05, entropy_coef=0.02, aggregation="token-mean", clip_grad_norm=0.5,
@@ -72,11 +73,11 @@ def oracle_settings(hidden: int, parameters: int) -> Settings:
 
 
 def oracle_overrides(o: Settings, hidden: int, reference: Path, minibatch: int) -> list[str]:
-    """The same as settings of a run."""
-    given: dict[str, Any] = {f"algorithm.{n}": getattr(o, n) for n in
+    """Return the same settings as overrides of a run."""
+    values: dict[str, Any] = {f"algorithm.{n}": getattr(o, n) for n in
                              ("gamma", "lam", "clip_low", "clip_high", "dual_clip", "entropy_coef")}  # fmt: skip
     for role, rate in (("actor", o.actor_lr), ("critic", o.critic_lr)):
-        given |= {
+        values |= {
             f"{role}.epochs": 2,
             f"{role}.minibatch_sequences": minibatch,
             f"{role}.optimizer.learning_rate": rate,
@@ -84,25 +85,26 @@ def oracle_overrides(o: Settings, hidden: int, reference: Path, minibatch: int) 
             f"{role}.optimizer.clip_grad_norm": o.clip_grad_norm,
             f"{role}.optimizer.eps": o.adam_eps,
         }
-    given |= {"rollout.temperature": o.temperature, "critic.value_clip": o.value_clip, "reference.path": reference}
+    values |= {"rollout.temperature": o.temperature, "critic.value_clip": o.value_clip, "reference.path": reference}
     kinds = [
         f"algorithm.kl_in_reward={{kind: kl, coef: {o.kl_reward_coef}}}",
         f"algorithm.kl_in_loss={{kind: low_var_kl, coef: {o.kl_loss_coef}}}",
         f"critic.value_head_std={head_spread(hidden)!r}",
     ]
     return [
-        f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()
+        f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
     ] + kinds
 
 
 def head_spread(hidden: int) -> float:
-    """Of the value head's weights: values of spread 1 or so."""
+    """Return the standard deviation of the weights of the value head, which results in values with a spread of about
+    1."""
     return float(hidden**-0.5)
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step of the trainer left behind; tensors in the host's memory."""
+    """Results of a step of the trainer. The tensors are in host memory."""
 
     samples: dict[str, Tensor]
     metrics: dict[str, float]
@@ -110,9 +112,9 @@ class Stepped:
     weights: dict[str, dict[str, Tensor]]
 
 
-def one_step(t: Trainer, given: list[dict[str, Any]]) -> tuple[PlacedBatch, Experience]:
-    """Score given samples and update critic and actor."""
-    rollout, scores_B = rollouts(given)
+def one_step(t: Trainer, batch: list[dict[str, Any]]) -> tuple[PlacedBatch, Experience]:
+    """Score samples and update critic and actor."""
+    rollout, scores_B = rollouts(batch)
     t.step = 1
     placed, scored = t.forward(rollout, scores_B)
     experience = t.estimate_advantages(scored)
@@ -122,9 +124,9 @@ def one_step(t: Trainer, given: list[dict[str, Any]]) -> tuple[PlacedBatch, Expe
     return placed.actor, experience
 
 
-def stepped(t: Trainer, given: list[dict[str, Any]]) -> Stepped:
-    """The step's numbers, in the order of the samples."""
-    _, experience = one_step(t, given)
+def stepped(t: Trainer, batch: list[dict[str, Any]]) -> Stepped:
+    """Run a step and return its numbers in the order of the samples."""
+    _, experience = one_step(t, batch)
     scored, mask = experience.scored, experience.scored.rollouts.response_mask_BR
     fields = {"old_logprob": scored.old_logprob_BR, "values": scored.values_BR,
               "advantages": experience.advantages_BR, "returns": experience.returns_BR}  # fmt: skip
@@ -138,9 +140,9 @@ def stepped(t: Trainer, given: list[dict[str, Any]]) -> Stepped:
 
 
 def run_oracle(
-    place: Place, folder: Path, reference: Path, given: list[dict[str, Any]], o: Settings, mine: Stepped
+    place: Place, folder: Path, reference: Path, batch: list[dict[str, Any]], o: Settings, mine: Stepped
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """The same step on transformers; what it measured, and its weights."""
+    """Run the same step with transformers and return the measured numbers and the weights."""
     actor, ref, trunk = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(place.device)
         for path in (folder, reference, folder)
@@ -151,17 +153,17 @@ def run_oracle(
     head.weight.data.copy_(drawn)
     head.bias.data.zero_()
     critic = ValueModel(trunk, head)
-    todo = [Sample(torch.tensor(s["tokens"], device=place.device), s["response"], s["score"], 0.0) for s in given]
-    found = ppo_step(actor, ref, critic, todo, o, mine.minibatches["actor"], mine.minibatches["critic"])
+    todo = [Sample(torch.tensor(s["tokens"], device=place.device), s["response"], s["score"], 0.0) for s in batch]
+    measured_step = ppo_step(actor, ref, critic, todo, o, mine.minibatches["actor"], mine.minibatches["critic"])
     weights = {
         "actor": {name: p.detach().cpu() for name, p in actor.named_parameters()},
         "critic": {name.replace("trunk.", "model."): p.detach().cpu() for name, p in critic.named_parameters()},
     }
-    return found, weights
+    return measured_step, weights
 
 
 def against_oracle(place: Place) -> Iterator[Row]:
-    """A step with everything on, in float32, of each model that fits."""
+    """Run a step with all features in float32 for each model that fits."""
     for name in DENSE:
         try:
             yield from _against_oracle(place, name)
@@ -178,75 +180,75 @@ def _against_oracle(place: Place, name: str) -> Iterator[Row]:
     shapes = stored_parameters(folder)
     hidden = shapes["model.norm.weight"].shape[0]
     o = oracle_settings(hidden, sum(p.numel() for p in shapes.values()))
-    given = samples(size, folder, ragged=True)
-    words = oracle_overrides(o, hidden, reference, size.samples // 2)
-    config = make_config(place, settings(place, folder, size, "float32"), words)
+    batch = samples(size, folder, ragged=True)
+    overrides = oracle_overrides(o, hidden, reference, size.samples // 2)
+    config = make_config(place, settings(place, folder, size, "float32"), overrides)
     check_fits(config)
     with trainer(config) as t:
-        mine = stepped(t, given)
+        mine = stepped(t, batch)
     empty_cache()
-    found, weights = run_oracle(place, folder, reference, given, o, mine)
-    yield from compared(f"{name}, float32", shapes, mine, found, weights)
+    measured_step, weights = run_oracle(place, folder, reference, batch, o, mine)
+    yield from compared(f"{name}, float32", shapes, mine, measured_step, weights)
 
 
 def compared(
     what: str,
     shapes: Mapping[str, Tensor],
     mine: Stepped,
-    found: Mapping[str, Any],
+    oracle_numbers: Mapping[str, Any],
     weights: Mapping[str, Mapping[str, Tensor]],
 ) -> Iterator[Row]:
-    """A step beside the oracle's `found` and `weights`; `shapes` are the weights that both began with."""
-    errors = {key: relative(values, torch.cat(found[key]).cpu()) for key, values in mine.samples.items()}
+    """Compare a step with the numbers and weights of the oracle. `shapes` are the initial weights."""
+    errors = {key: relative(values, torch.cat(oracle_numbers[key]).cpu()) for key, values in mine.samples.items()}
     yield within(f"{what}: scores and advantages", errors, NUMBERS)
     for role in ("actor", "critic"):
-        yield within(f"{what}: {role}'s metrics", metric_errors(role, mine, found), NUMBERS)
+        yield within(f"{what}: {role}'s metrics", metric_errors(role, mine, oracle_numbers), NUMBERS)
         start = {n: p for n, p in shapes.items() if n in weights[role]}
         yield _changes(f"{what}: {role}'s weights after 4 updates", start, mine.weights[role], weights[role])
 
 
 def stored_parameters(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder in float32."""
+    """Load the tensors of a folder in float32."""
     from safetensors.torch import load_file
 
     return {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
 def relative(mine: Tensor, truth: Tensor) -> float:
-    """Norm of the error over the norm of the truth."""
+    """Return the norm of the error divided by the norm of the truth."""
     truth = truth.double().detach()
     return float((mine.detach().double() - truth).norm() / truth.norm().clamp(min=1e-12))
 
 
-def metric_errors(role: str, mine: Stepped, found: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors of what is logged: means over tokens for those of tokens, over updates for the others."""
-    updates, errors = found[role], {}
+def metric_errors(role: str, mine: Stepped, oracle_numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Return the relative errors of the logged metrics, which are means over tokens or over updates."""
+    updates, errors = oracle_numbers[role], {}
     tokens = [u["count"] for u in updates]
     for metric in updates[0].keys() - {"count"}:
         weights = tokens if metric in ("clipfrac", "ppo_kl", "entropy") else [1] * len(updates)
         truth = sum(u[metric] * w for u, w in zip(updates, weights, strict=True)) / sum(weights)
-        # A token beside the edge of a clip counts whole.
+        # A token at the edge of a clip changes the fraction by a full token.
         scale = 1.0 if metric == "clipfrac" else max(abs(truth), 1e-2)
         errors[metric] = abs(mine.metrics[f"{role}/{metric}"] - truth) / scale
     return errors
 
 
 def _changes(what: str, start: Mapping[str, Tensor], mine: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> Row:
-    """What the updates changed, all tensors together."""
+    """Compare the changes of all tensors by the updates."""
     squares = sizes = 0.0
     for name, before in start.items():
-        wanted, got = truth[name].double() - before.double(), mine[name].double() - before.double()
-        squares, sizes = squares + float((got - wanted).square().sum()), sizes + float(wanted.square().sum())
+        expected, got = truth[name].double() - before.double(), mine[name].double() - before.double()
+        squares, sizes = squares + float((got - expected).square().sum()), sizes + float(expected.square().sum())
     size = (sizes / sum(float(b.double().square().sum()) for b in start.values())) ** 0.5
     return within(what, {"changes": (squares / sizes) ** 0.5}, UPDATES, share_of_weights=size)
 
 
-# -- Against the clock --
+# Time measurements
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one update of the actor."""
+    """Speed of an update of the actor."""
 
     seconds: float
     forward_seconds: float
@@ -254,8 +256,8 @@ class Speed:
     flops_per_token: float
     peak_bytes: int
 
-    def words(self, place: Place) -> str:
-        """Seconds, rate, and the share of the data sheet's peak where it is known."""
+    def summary(self, place: Place) -> str:
+        """Return seconds, rate, and the share of the peak rate in the data sheet, if known."""
         peak = peak_flops(torch.cuda.get_device_name()) if place.device == "cuda" else None
         rate = self.tokens * self.flops_per_token / self.seconds
         share = "" if peak is None else f", MFU {rate / peak:.1%}"
@@ -263,7 +265,7 @@ class Speed:
 
 
 def update_speed(place: Place, t: Trainer, size: Size, folder: Path, repeat: int) -> Speed:
-    """Median over updates of the same samples, after one that does not count."""
+    """Return the median over updates of the same samples, after one warm-up update."""
     rollout, scores_B = rollouts(samples(size, folder, ragged=False))
     forwards, updates = [], []
     for number in range(repeat + 1):
@@ -288,26 +290,26 @@ def update_speed(place: Place, t: Trainer, size: Size, folder: Path, repeat: int
 
 
 def now(t: Trainer) -> float:
-    """The clock, when the device is done."""
+    """Return the time after synchronisation with the device."""
     t.parts.runtime.synchronize()
     return time.perf_counter()
 
 
 def speed(place: Place) -> Iterator[Row]:
-    """Updates of 64 sequences of 1,024 tokens in packs of 16,384, all settings at their defaults."""
+    """Measure updates of 64 sequences of 1,024 tokens in packs of 16,384 tokens with default settings."""
     size = Size(4, 8, 24) if place.tiny else Size(64, 256, 768)
     rate = matrix_rate(place)
     for name in DENSE:
         folder = model_folder(place, name)
         budget = f"actor.microbatch_budget_tokens={64 if place.tiny else 16384}"
         with trainer(make_config(place, settings(place, folder, size, "bfloat16"), [*ACTOR_ONLY, budget])) as t:
-            found = update_speed(place, t, size, folder, 1 if place.tiny else 3)
-        share = found.tokens * found.flops_per_token / found.seconds / rate
+            timed = update_speed(place, t, size, folder, 1 if place.tiny else 3)
+        share = timed.tokens * timed.flops_per_token / timed.seconds / rate
         yield measured(
-            f"{name}, bfloat16", f"{found.words(place)}, {share:.1%} of the measured matrix rate; forward "
-            f"{found.forward_seconds:.3g} s; peak {found.peak_bytes / 1e9:.1f} GB",
-            seconds=found.seconds, tokens_per_second=found.tokens / found.seconds, share_of_matrix_rate=share,
-            model_flops_per_second=found.tokens * found.flops_per_token / found.seconds,
-            forward_seconds=found.forward_seconds, peak_bytes=found.peak_bytes,
+            f"{name}, bfloat16", f"{timed.summary(place)}, {share:.1%} of the measured matrix rate; forward "
+            f"{timed.forward_seconds:.3g} s; peak {timed.peak_bytes / 1e9:.1f} GB",
+            seconds=timed.seconds, tokens_per_second=timed.tokens / timed.seconds, share_of_matrix_rate=share,
+            model_flops_per_second=timed.tokens * timed.flops_per_token / timed.seconds,
+            forward_seconds=timed.forward_seconds, peak_bytes=timed.peak_bytes,
         )  # fmt: skip
         empty_cache()

@@ -1,4 +1,4 @@
-"""A run that is killed in the middle and started again, beside one that is not."""
+"""A run that is killed and restarted, compared with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.places import ROOT
 
 STEPS = 3
 KILLED_AFTER = 1
-"""A checkpoint of this step is there when the run is killed."""
+"""The run is killed after the checkpoint of this step."""
 _LONGEST_SECONDS = 100.0
 _TIMES = ("time/", "memory/")
 GAP = 1e-2
@@ -27,8 +27,8 @@ GAP = 1e-2
 
 
 def arguments(place: Place, directory: Path) -> list[str]:
-    """The quickstart on one process."""
-    words = ["actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40",
+    """Return the arguments of the quickstart on one process."""
+    overrides = ["actor.layout={}", "critic.layout={}", "rollout.prompts_per_step=10", "actor.minibatch_sequences=40",
              "critic.minibatch_sequences=40", "evaluation=null", "data.validation=null", "logging.tensorboard=false",
              "run.export_final_model=false", f"run.steps={STEPS}", "checkpoint.every_steps=1",
              f"runtime.device={place.device}", f"run.directory={directory}"]  # fmt: skip
@@ -36,12 +36,12 @@ def arguments(place: Place, directory: Path) -> list[str]:
         "train",
         str(ROOT / "configs/quickstart.yaml"),
         f"model.path={ROOT / 'configs/models/tiny_arithmetic'}",
-        *words,
+        *overrides,
     ]
 
 
 def killed_and_continued(place: Place) -> Iterator[Row]:
-    """Kill it by SIGKILL, continue it, and compare all that was logged."""
+    """Kill a run by SIGKILL, continue the run, and compare all logged metrics."""
     whole, killed = Path(place.scratch) / "whole", Path(place.scratch) / "killed"
     train(arguments(place, whole))
     step = kill(arguments(place, killed), killed)
@@ -59,16 +59,17 @@ def killed_and_continued(place: Place) -> Iterator[Row]:
         )
 
 
-def train(words: list[str]) -> None:
-    """A run in this process. Raises RuntimeError where it does not end well."""
-    code = main(words)
+def train(command_arguments: list[str]) -> None:
+    """Run in this process. Raises RuntimeError if the run fails."""
+    code = main(command_arguments)
     if code:
         raise RuntimeError(f"megappo train ended with {code}")
 
 
-def kill(words: list[str], directory: Path, most_seconds: float = _LONGEST_SECONDS) -> int:
-    """A run in a process of its own until its checkpoint is written; the newest step that has one."""
-    process = subprocess.Popen([sys.executable, "-m", "megappo", *words], cwd=ROOT, env=own_variables())
+def kill(command_arguments: list[str], directory: Path, most_seconds: float = _LONGEST_SECONDS) -> int:
+    """Run in a separate process until its checkpoint is written, then kill the process. Return the newest step with a
+    checkpoint."""
+    process = subprocess.Popen([sys.executable, "-m", "megappo", *command_arguments], cwd=ROOT, env=own_variables())
     end = time.monotonic() + most_seconds
     try:
         while not (directory / f"checkpoints/step-{KILLED_AFTER:06d}/checkpoint.json").exists():
@@ -84,19 +85,20 @@ def kill(words: list[str], directory: Path, most_seconds: float = _LONGEST_SECON
 
 
 def own_variables() -> dict[str, str]:
-    """Without those of a process group that this process has left."""
+    """Return the environment variables without those of a process group that this process has left."""
     left = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in left}
 
 
 def logged(directory: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without times, rates and memory."""
+    """Return metrics.jsonl without times, rates and memory."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{n: v for n, v in line.items() if not n.startswith(_TIMES) and "second" not in n} for line in lines]
 
 
 def largest_gap(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
-    """Relative to the larger of the two, and to 1 where that is smaller; infinite where other things were logged."""
+    """Return the largest difference relative to the larger absolute value, or to 1 if this is larger. The result is
+    infinite if the metric names differ."""
     if [line.keys() for line in ours] != [line.keys() for line in theirs]:
         return float("inf")
     pairs = ((a[n], b[n]) for a, b in zip(ours, theirs, strict=True) for n in a if a[n] != b[n])

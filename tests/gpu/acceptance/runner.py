@@ -1,6 +1,6 @@
-"""Runs steps one after another in a worker process, each within its deadline and all within a budget.
+"""Run steps in sequence in a worker process, with a time limit per step and in total.
 
-A step that raises, hangs or takes the process down with it ends alone: the next one gets a new worker.
+If a step raises, hangs or kills its process, the next step gets a new worker.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ class Worker:
         ours, its = Pipe()
         self._connection: Connection = ours
         command = [sys.executable, "-m", "tests.gpu.acceptance.worker", str(its.fileno())]
-        with log.open("a") as said:
+        with log.open("a") as output:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env={**environment, **_variables(place)}, pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         its.close()
         self._place = place
 
     def begin(self, step: Step) -> None:
-        """Have it run a step."""
+        """Start a step."""
         self._connection.send((step.function, asdict(self._place)))
 
     def row(self, seconds: float) -> Row | None:
-        """The next row, None after the last. Raises TimeoutError after so many seconds, EOFError where it is dead."""
+        """Return the next row, or None after the last. Raises TimeoutError after `seconds`, and EOFError if the
+        worker is dead."""
         if not self._connection.poll(max(0.0, seconds)):
             raise TimeoutError
-        found = self._connection.recv()
-        return None if found is None else Row.of(found)
+        message = self._connection.recv()
+        return None if message is None else Row.of(message)
 
     def end(self) -> None:
-        """Kill it with what it started."""
+        """Kill the worker and all of its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -59,17 +60,18 @@ class Worker:
 
 
 def _variables(place: Place) -> dict[str, str]:
-    """What must be set before torch and Triton are imported."""
-    found = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    """Return variables that must be set before torch and Triton are imported."""
+    variables = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if place.device == "cpu":
-        found |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     if place.tiny:
-        found |= {"OMP_NUM_THREADS": "1"}
-    return found
+        variables |= {"OMP_NUM_THREADS": "1"}
+    return variables
 
 
 def environment(site: Path | None = None) -> dict[str, str]:
-    """This process's, with the repository's packages and those of `site` first."""
+    """Return the variables of this process. The packages of the repository and of `site` come first on the import
+    path."""
     folders = [str(site)] if site is not None else []
     folders += [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -77,9 +79,9 @@ def environment(site: Path | None = None) -> dict[str, str]:
 
 
 def run_steps(
-    steps: Sequence[Step], place: Place, report: Report, *, seconds: float, given: Mapping[str, str], log: Path
+    steps: Sequence[Step], place: Place, report: Report, *, seconds: float, variables: Mapping[str, str], log: Path
 ) -> None:
-    """Add the rows of all steps to the report; `seconds` for all of them together."""
+    """Add the rows of all steps to the report. `seconds` is the time limit of all steps together."""
     end, worker = time.monotonic() + seconds, None
     try:
         for step in steps:
@@ -93,7 +95,7 @@ def run_steps(
             if is_alone and worker is not None:
                 worker.end()
                 worker = None
-            worker = worker if worker is not None else Worker(place, given, log)
+            worker = worker if worker is not None else Worker(place, variables, log)
             most = left if place.tiny else min(step.most_seconds, left)
             if not _run(worker, step, report, left, most) or is_alone:
                 worker.end()
@@ -104,7 +106,7 @@ def run_steps(
 
 
 def _run(worker: Worker, step: Step, report: Report, left: float, most: float) -> bool:
-    """The rows of one step within `most` seconds; whether the worker can go on."""
+    """Run one step within `most` seconds and return whether the worker can continue."""
     started = time.monotonic()
     try:
         worker.begin(step)
@@ -114,12 +116,12 @@ def _run(worker: Worker, step: Step, report: Report, left: float, most: float) -
             report.add(step.name, row)
     except TimeoutError:
         if most == left:
-            report.add(step.name, skipped("the rest", f"the time of this part ended {most:.0f} s after its begin"))
+            report.add(step.name, skipped("the rest", f"the time of this part ended {most:.0f} s after its start"))
         else:
             report.add(step.name, failed(_WHOLE, f"it did not end within {most:.0f} s"))
         return False
     except (EOFError, ConnectionError):
-        report.add(step.name, failed(_WHOLE, "its process died; the log has its last words"))
+        report.add(step.name, failed(_WHOLE, "its process died; see the log"))
         return False
     report.seconds[step.name] = round(time.monotonic() - started, 1)
     return not any(row.verdict == FAILED and row.what == _WHOLE for row in rows)

@@ -1,4 +1,4 @@
-"""CUDA graphs of a server: as megappo asks for them, and as SGLang has them by itself."""
+"""CUDA graphs of a server, with the settings of megappo and with the defaults of SGLang."""
 
 from __future__ import annotations
 
@@ -25,49 +25,50 @@ AS_SGLANG = {"cuda-graph-backend-prefill": "breakable", "cuda-graph-max-bs-decod
 _PROMPT_TOKENS = 16
 _SECONDS = 120.0
 _SAME = 0.99
-"""Least share of greedy first tokens that graphs leave as they are; near ties may fall either way."""
+"""Minimum share of greedy first tokens that are equal with graphs. Near ties may change."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of one server."""
+class Measured:
+    """Measurements of one server."""
 
     seconds: float
-    """Until it answers."""
+    """Seconds until the server answers."""
     rates: dict[int, float]
     """Tokens per second by the number of sequences."""
     first_tokens: list[int]
-    """Greedy, after each of the long prompts."""
+    """Greedy token after each of the long prompts."""
     awake_bytes: int
-    """What the device has less while it is awake."""
+    """Decrease of free device memory while the server is awake."""
     asleep_bytes: int
 
 
-def as_asked_and_as_default(place: Place) -> Iterator[Row]:
-    """Decoding at several numbers of sequences, answers to long prompts, and memory asleep, of both."""
+def configured_and_default(place: Place) -> Iterator[Row]:
+    """Measure decoding for several numbers of sequences, answers to long prompts, and memory during sleep, for both
+    settings."""
     check_sglang()
     folder = model_folder(place, "0.6B")
     ours = yield from _rows("as asked for", place, folder, {}, {})
     theirs = yield from _rows("SGLang's own", place, folder, AS_SGLANG, {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"})
     same = sum(a == b for a, b in zip(ours.first_tokens, theirs.first_tokens, strict=True)) / len(ours.first_tokens)
-    words = f"{same:.1%} of {len(ours.first_tokens)} greedy tokens after prompts of many lengths are the same"
-    yield judged("graphs of prefill", same >= _SAME, words, same=same)
+    text = f"{same:.1%} of {len(ours.first_tokens)} greedy tokens after prompts of many lengths are the same"
+    yield judged("graphs of prefill", same >= _SAME, text, same=same)
 
 
 def _rows(
     what: str, place: Place, folder: Path, arguments: dict[str, Any], environment: dict[str, str]
-) -> Generator[Row, None, Found]:
-    found = _measure(place, folder, arguments, environment)
-    rates = ", ".join(f"{rate:.0f} with {n} sequences" for n, rate in found.rates.items())
-    yield measured(f"{what}: start", f"{found.seconds:.1f} s", seconds=found.seconds)
-    yield measured(f"{what}: tokens/s", rates, **{f"with_{n}": rate for n, rate in found.rates.items()})
-    yield measured(f"{what}: memory", f"{found.awake_bytes / 1e9:.2f} GB awake, {found.asleep_bytes / 1e9:.2f} asleep",
-                   awake_bytes=found.awake_bytes, asleep_bytes=found.asleep_bytes)  # fmt: skip
-    return found
+) -> Generator[Row, None, Measured]:
+    stats = _measure(place, folder, arguments, environment)
+    rates = ", ".join(f"{rate:.0f} with {n} sequences" for n, rate in stats.rates.items())
+    yield measured(f"{what}: start", f"{stats.seconds:.1f} s", seconds=stats.seconds)
+    yield measured(f"{what}: tokens/s", rates, **{f"with_{n}": rate for n, rate in stats.rates.items()})
+    yield measured(f"{what}: memory", f"{stats.awake_bytes / 1e9:.2f} GB awake, {stats.asleep_bytes / 1e9:.2f} asleep",
+                   awake_bytes=stats.awake_bytes, asleep_bytes=stats.asleep_bytes)  # fmt: skip
+    return stats
 
 
-def _measure(place: Place, folder: Path, arguments: dict[str, Any], environment: dict[str, str]) -> Found:
-    """Start a server with weights of its own, and ask it."""
+def _measure(place: Place, folder: Path, arguments: dict[str, Any], environment: dict[str, str]) -> Measured:
+    """Start a server with random weights and measure."""
     counts = (2, 4) if place.tiny else (256, 512)
     decoded = 4 if place.tiny else 128
     before = _free()
@@ -89,21 +90,21 @@ def _measure(place: Place, folder: Path, arguments: dict[str, Any], environment:
         if place.device == "cuda":
             server.release([*CACHES, *WEIGHTS])
         asleep = _free()
-    return Found(seconds, rates, tokens, before - awake, before - asleep)
+    return Measured(seconds, rates, tokens, before - awake, before - asleep)
 
 
 @contextmanager
 def _server(
     place: Place, folder: Path, sequences: int, arguments: dict[str, Any], environment: dict[str, str]
 ) -> Iterator[tuple[Server, float]]:
-    """A server with the folder's weights, and how long it took to start."""
+    """Start a server with the weights of the folder. Yield the server and the seconds of its start."""
     content = settings(place, folder, Size(sequences, 8, 16), "float32" if place.device == "cpu" else "bfloat16")
-    given = server_settings(place)
+    server_options = server_settings(place)
     if not place.tiny:
-        given["max_total_tokens"] = 600_000
-    given["arguments"] = given.get("arguments", {}) | {"load-format": "auto"} | arguments
-    given["environment"] = given.get("environment", {}) | environment
-    content["rollout"] |= {"engine": "sglang", "sglang": given}
+        server_options["max_total_tokens"] = 600_000
+    server_options["arguments"] = server_options.get("arguments", {}) | {"load-format": "auto"} | arguments
+    server_options["environment"] = server_options.get("environment", {}) | environment
+    content["rollout"] |= {"engine": "sglang", "sglang": server_options}
     on_cuda = place.device == "cuda"
     spec = ServerSpec.of(make_config(place, content), folder, (1,), on_cuda=on_cuda, device_bytes=device_bytes())
     started = time.monotonic()
@@ -116,7 +117,7 @@ def _server(
 
 
 def _generate(server: Server, prompts: Sequence[list[int]], tokens: int, *, temperature: float) -> list[dict[str, Any]]:
-    """All at once; none ends early."""
+    """Generate all answers in one request, without early ends."""
     chosen = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": list(prompts), "sampling_params": chosen}
     answer: list[dict[str, Any]] = call(server.endpoint, "/generate", body, timeout_seconds=_SECONDS)["answer"]

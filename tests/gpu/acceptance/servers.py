@@ -1,4 +1,4 @@
-"""SGLang on the trainer's device: it sleeps while the trainer computes, and takes the new weights when it wakes."""
+"""SGLang on the device of the trainer. The server sleeps during training and receives the new weights after sleep."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from tests.support.places import ROOT
 STEPS = 3
 CACHE_TOKENS = 65536
 LEARNING_STEPS = 12
-_TOKENIZER_WORDS = 16
-"""Of configs/models/tiny_arithmetic."""
+_TOKENIZER_VOCABULARY = 16
+"""Vocabulary size of configs/models/tiny_arithmetic."""
 
 
 class FreeMemoryReporter(Reporter):
-    """Notes what is free on the device when a stage begins, and what each process holds."""
+    """A reporter that records free memory of the device and memory of each process at the start of a stage."""
 
     free: ClassVar[dict[str, int]] = {}
     own: ClassVar[dict[str, int]] = {}
-    """Bytes of this process's tensors."""
+    """Bytes of tensors of this process."""
     others: ClassVar[dict[str, int]] = {}
-    """Bytes of the largest process other than this one, where the driver says so."""
+    """Bytes of the largest other process, if the driver reports them."""
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
-        """The stage; what other processes hold counts too."""
+        """Record memory and start the stage. Cached memory of this process counts as free."""
         if torch.cuda.is_available():
             self.free[name] = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
             self.own[name] = torch.cuda.memory_allocated()
@@ -61,68 +61,69 @@ def _largest_other() -> int:
     import pynvml
 
     pynvml.nvmlInit()
-    found = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
-    return max((p.usedGpuMemory or 0 for p in found if p.pid != os.getpid()), default=0)
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return max((p.usedGpuMemory or 0 for p in processes if p.pid != os.getpid()), default=0)
 
 
 def server_settings(place: Place) -> dict[str, Any]:
-    """Settings of a server here, with what takes the place of packages that a folder of wheels has no room for.
+    """Return settings of a server, with replacements for packages that a folder of wheels cannot contain.
 
-    FlashInfer's are 65 MB. sglang-kernel for torch 2.11 is older than SGLang asks for, and does; SGLang's own tree of
-    prefixes in Rust is built for torch 2.14 and ends the server with another, and there is one in Python.
+    FlashInfer has 65 MB. sglang-kernel for torch 2.11 is older than the required version, but sufficient. The Rust
+    prefix tree of SGLang is built for torch 2.14 and crashes with another version; the Python tree replaces it.
     """
-    found: dict[str, Any] = {"max_total_tokens": 4096 if place.tiny else CACHE_TOKENS}
+    options: dict[str, Any] = {"max_total_tokens": 4096 if place.tiny else CACHE_TOKENS}
     if place.device == "cpu":
-        return found | {"threads": 1}
+        return options | {"threads": 1}
     if installed_version("flashinfer-python") is None:
-        found["arguments"] = {"attention-backend": "triton", "sampling-backend": "pytorch"}
+        options["arguments"] = {"attention-backend": "triton", "sampling-backend": "pytorch"}
     if Version(installed_version("sglang-kernel") or "0") < Version("0.4.9"):
-        found["environment"] = {
+        options["environment"] = {
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         }
-    return found
+    return options
 
 
 def check_sglang() -> None:
-    """Raises Skip where it is not installed."""
+    """Check the installation. Raises Skip if SGLang is not installed."""
     if installed_version("sglang") is None:
         raise Skip("sglang is not installed")
 
 
 def sleep_train_wake(place: Place) -> Iterator[Row]:
-    """Three steps of actor and critic, four updates each, through one server: rollout, sleep, update, wake, weights by
-    shared memory or IPC. Both leave the device while they rest."""
+    """Run three steps of actor and critic with four updates each and one server: rollout, sleep, update, wake,
+    weights by shared memory or IPC. Both roles are offloaded while inactive."""
     check_sglang()
     size = Size(8, 8, 16) if place.tiny else Size(256, 64, 1024)
     content = _settings(place, model_folder(place, "0.6B"), size)
     longest = size.prompt + size.response
-    content["rollout"]["sglang"]["max_total_tokens"] = size.samples * longest + 512  # all responses at a time
+    content["rollout"]["sglang"]["max_total_tokens"] = (
+        size.samples * longest + 512
+    )  # room for all responses at the same time
     for role in ("actor", "critic"):
         content[role] |= {
             "offload": True, "minibatch_sequences": size.samples // 4, "microbatch_budget_tokens": 16 * longest
         }  # fmt: skip
     config = make_config(place, content, [f"actor.optimizer.learning_rate={1e-3 if place.tiny else 1e-6}"])
-    found, weights_bytes = yield from _three_steps(place, config)
-    yield from _beside_the_plan(config, found)
+    last_metrics, weights_bytes = yield from _three_steps(place, config)
+    yield from _against_plan(config, last_metrics)
     if FreeMemoryReporter.own:
         stays = FreeMemoryReporter.own["rollout"]
-        words = f"{stays / 1e9:.3f} GB while responses are made, less than half of a role's weights"
-        yield judged("memory of a trainer that rests", stays < weights_bytes / 2, words, stays_bytes=stays)
+        text = f"{stays / 1e9:.3f} GB during generation, less than half of the weights of a role"
+        yield judged("memory of a trainer that rests", stays < weights_bytes / 2, text, stays_bytes=stays)
 
 
 def experts(place: Place) -> Iterator[Row]:
-    """The same of an actor alone that stays, with two layers of 128 experts, whose routing in the engine the trainer
-    goes by."""
+    """Run three steps of an actor without offload, with two layers of 128 experts and routing replay."""
     check_sglang()
     size = Size(8, 8, 16) if place.tiny else Size(64, 16, 256)
     content = _settings(place, model_folder(place, "30B-A3B", layers=2), size)
-    words = [*ACTOR_ONLY, f"actor.optimizer.learning_rate={1e-3 if place.tiny else 1e-5}"]
-    yield from _three_steps(place, make_config(place, content, words))
+    overrides = [*ACTOR_ONLY, f"actor.optimizer.learning_rate={1e-3 if place.tiny else 1e-5}"]
+    yield from _three_steps(place, make_config(place, content, overrides))
 
 
 def _three_steps(place: Place, config: Config) -> Generator[Row, None, tuple[dict[str, float], int]]:
-    """Yields the steps' rows; returns the last step's metrics and the bytes of the actor's weights."""
+    """Yield the rows of the steps. Return the metrics of the last step and the bytes of the weights of the actor."""
     FreeMemoryReporter.free.clear()
     dtype, started = _dtype(place), time.monotonic()
     with trainer(config, FreeMemoryReporter) as t:
@@ -136,27 +137,27 @@ def _three_steps(place: Place, config: Config) -> Generator[Row, None, tuple[dic
     yield judged("versions", version == STEPS + 1, f"{version} after {STEPS} updates", version=version)
     if FreeMemoryReporter.free:
         awake, asleep = FreeMemoryReporter.free["rollout"], FreeMemoryReporter.free["update_actor"]
-        words_of_memory = f"{awake / 1e9:.1f} GB free for the trainer with the server awake, {asleep / 1e9:.1f} asleep"
-        yield judged("memory while asleep", asleep > awake, words_of_memory, awake_bytes=awake, asleep_bytes=asleep)
-        held, kept = FreeMemoryReporter.others["rollout"], FreeMemoryReporter.others["update_actor"]
-        yield measured("memory of the server", f"{held / 1e9:.2f} GB awake, {kept / 1e9:.2f} GB asleep",
-                       awake_bytes=held, asleep_bytes=kept)  # fmt: skip
+        free_memory = f"{awake / 1e9:.1f} GB free for the trainer with the server awake, {asleep / 1e9:.1f} asleep"
+        yield judged("memory while asleep", asleep > awake, free_memory, awake_bytes=awake, asleep_bytes=asleep)
+        awake_usage, asleep_usage = FreeMemoryReporter.others["rollout"], FreeMemoryReporter.others["update_actor"]
+        yield measured("memory of the server", f"{awake_usage / 1e9:.2f} GB awake, {asleep_usage / 1e9:.2f} GB asleep",
+                       awake_bytes=awake_usage, asleep_bytes=asleep_usage)  # fmt: skip
     return last, weights_bytes
 
 
-def _beside_the_plan(config: Config, found: Mapping[str, float]) -> Iterator[Row]:
-    """Seconds of a step's stages beside those of the plan, which takes every response to be at its longest."""
+def _against_plan(config: Config, metrics: Mapping[str, float]) -> Iterator[Row]:
+    """Yield the seconds of the stages and of the plan, which assumes responses of maximum length."""
     plan = make_plan(config, read_models(config, None).models, this_machine(), 1)
     for name, planned in ({s.name: s.seconds for s in plan.stages} | {"step": plan.step_seconds}).items():
-        seconds = found[f"time/{name}"]
+        seconds = metrics[f"time/{name}"]
         yield measured(f"{name} beside its plan", f"{seconds:.3f} s, planned {planned:.3f}", seconds=seconds,
                        planned_seconds=planned)  # fmt: skip
-    yield measured("tokens of a step", f"{found['tokens_per_second']:.0f} tokens/s, planned "
-                   f"{plan.tokens_per_second:.0f}", tokens_per_second=found["tokens_per_second"])  # fmt: skip
+    yield measured("tokens of a step", f"{metrics['tokens_per_second']:.0f} tokens/s, planned "
+                   f"{plan.tokens_per_second:.0f}", tokens_per_second=metrics["tokens_per_second"])  # fmt: skip
 
 
 def killed(place: Place) -> Iterator[Row]:
-    """A server that is killed while it generates is started again, and the step is as any other."""
+    """Kill a server during generation. The server must restart, and the results of the step must be normal."""
     check_sglang()
     size, dtype = Size(8, 8, 16) if place.tiny else Size(64, 16, 256), _dtype(place)
     content = _settings(place, model_folder(place, "0.6B"), size)
@@ -169,9 +170,9 @@ def killed(place: Place) -> Iterator[Row]:
         t.step = 1
         t.ppo_step()
         timer.join()
-        found, restarts = dict(t.metrics), engine.restarts
+        metrics, restarts = dict(t.metrics), engine.restarts
     yield judged("restarts", restarts == 1, f"{restarts} servers, 1 was killed")
-    yield from _gaps("engine beside trainer after the restart, nats", found, dtype)
+    yield from _gaps("engine beside trainer after the restart, nats", metrics, dtype)
 
 
 def _kill(session: int) -> None:
@@ -180,8 +181,8 @@ def _kill(session: int) -> None:
 
 
 def commands(place: Place) -> Iterator[Row]:
-    """`megappo train` with a server as a user types it, killed by SIGKILL behind its first checkpoint and continued.
-    The other steps build a trainer in a program of their own, which imports in another order."""
+    """Run `megappo train` with a server, kill the run by SIGKILL after its first checkpoint, and continue the run.
+    The other steps build a trainer in this program, with a different order of imports."""
     check_sglang()
     directory, dtype = Path(place.scratch) / "typed", _dtype(place)
     layers = None if place.tiny else 4
@@ -190,11 +191,11 @@ def commands(place: Place) -> Iterator[Row]:
     )
     content["run"] |= {"steps": STEPS, "directory": str(directory), "export_final_model": False}
     content["checkpoint"] = {"every_steps": 1}
-    words = ["train", str(write_settings(place, content)), *ACTOR_ONLY]
-    killed_step = kill(words, directory, most_seconds=200.0)
+    arguments = ["train", str(write_settings(place, content)), *ACTOR_ONLY]
+    killed_step = kill(arguments, directory, most_seconds=200.0)
     yield measured("killed", f"by SIGKILL, with a checkpoint of step {killed_step}", step=killed_step)
     done = subprocess.run(
-        [sys.executable, "-m", "megappo", *words],
+        [sys.executable, "-m", "megappo", *arguments],
         cwd=ROOT,
         env=own_variables(),
         capture_output=True,
@@ -203,30 +204,30 @@ def commands(place: Place) -> Iterator[Row]:
     )
     lines = logged(directory) if done.returncode == 0 else []
     steps = [line["step"] for line in lines]
-    held = steps == list(range(1, STEPS + 1))
-    said = f"steps {steps} were logged" if held else f"ended with {done.returncode}: {done.stderr[-300:]}"
-    yield judged("the run that was killed and continued", held, said)
+    is_complete = steps == list(range(1, STEPS + 1))
+    outcome = f"steps {steps} were logged" if is_complete else f"ended with {done.returncode}: {done.stderr[-300:]}"
+    yield judged("the run that was killed and continued", is_complete, outcome)
     for line in lines:
         yield from _gaps(f"step {line['step']}: engine beside trainer, nats", line, dtype)
 
 
 def share_of_sevens(*, response: str, **_unread: Any) -> float:
-    """A reward that anything can learn: sevens among the first characters."""
+    """Return the number of sevens divided by 32, a reward that any model can learn."""
     return response.count("7") / 32
 
 
 def learning(place: Place) -> Iterator[Row]:
-    """A reward that rises through rollouts of a server that gets the new weights after every step."""
+    """Train with rollouts of a server that receives the new weights after every step. The reward must rise."""
     check_sglang()
     size = Size(16, 8, 32) if place.tiny else Size(128, 8, 32)
     content = _settings(
-        place, model_folder(place, "0.6B", layers=None if place.tiny else 4, words=_TOKENIZER_WORDS), size
+        place, model_folder(place, "0.6B", layers=None if place.tiny else 4, vocabulary=_TOKENIZER_VOCABULARY), size
     )
     content["reward"] = {"function": f"{__name__}:share_of_sevens"}
     content["actor"]["minibatch_sequences"] = size.samples // 2
-    words = [*ACTOR_ONLY, f"actor.optimizer.learning_rate={1e-2 if place.tiny else 3e-5}"]
+    overrides = [*ACTOR_ONLY, f"actor.optimizer.learning_rate={1e-2 if place.tiny else 3e-5}"]
     rewards, worst = list[float](), 0.0
-    with trainer(make_config(place, content, words)) as t:
+    with trainer(make_config(place, content, overrides)) as t:
         t.sync_weights()
         for step in range(1, (6 if place.tiny else LEARNING_STEPS) + 1):
             t.step = step
@@ -240,11 +241,11 @@ def learning(place: Place) -> Iterator[Row]:
     yield within("engine beside trainer, nats", {"mean of the worst step": worst}, NATS[_dtype(place)])
 
 
-def _gaps(what: str, found: Mapping[str, float], dtype: str) -> Iterator[Row]:
-    """The mean over all tokens, and the largest ones. In bfloat16 a maximum over more tokens is larger by rounding
-    alone, so that it is judged by what ends a run."""
-    yield within(what, {"mean": found["mismatch/mean"]}, NATS[dtype])
-    largest = {"probe": found["sync/probe_gap"], "rollout": found["mismatch/max"]}
+def _gaps(what: str, metrics: Mapping[str, float], dtype: str) -> Iterator[Row]:
+    """Yield the mean gap over all tokens, and the largest gaps. In bfloat16, a maximum over more tokens is larger
+    because of rounding, so its bound is the limit that stops a run."""
+    yield within(what, {"mean": metrics["mismatch/mean"]}, NATS[dtype])
+    largest = {"probe": metrics["sync/probe_gap"], "rollout": metrics["mismatch/max"]}
     most = NATS[dtype] if dtype == "float32" else default_tolerance_nats(dtype)
     yield within(f"{what}, largest", largest, most)
 
@@ -254,21 +255,20 @@ def _dtype(place: Place) -> str:
 
 
 def _settings(place: Place, folder: Path, size: Size) -> dict[str, Any]:
-    """Of a run with a server."""
+    """Return settings of a run with a server."""
     content = settings(place, folder, size, _dtype(place))
     content["rollout"] |= {"engine": "sglang", "sglang": server_settings(place)}
     return content
 
 
 def _step(metrics: dict[str, float], step: int, n_bytes: int, dtype: str) -> Iterator[Row]:
-    """What a sync cost, which has compared fingerprints or raised, and how far the engine is from the trainer."""
+    """Yield the cost of a sync, and the gap between engine and trainer. The sync has compared fingerprints or raised
+    an error."""
     what = f"step {step}"
     of_phases = {n: s for n, s in metrics.items() if n.startswith("sync/") and n.endswith("_seconds")}
     phases = ", ".join(f"{n.removeprefix('sync/').removesuffix('_seconds')} {s:.3f}" for n, s in of_phases.items())
-    words = (
-        f"{n_bytes / 1e9:.3g} GB in {metrics['sync/seconds']:.3f} s, {metrics['sync/gigabytes_per_second']:.2f} GB/s"
-    )
-    yield measured(f"{what}: sync with fingerprints", f"{words} ({phases})", seconds=metrics["sync/seconds"],
+    text = f"{n_bytes / 1e9:.3g} GB in {metrics['sync/seconds']:.3f} s, {metrics['sync/gigabytes_per_second']:.2f} GB/s"
+    yield measured(f"{what}: sync with fingerprints", f"{text} ({phases})", seconds=metrics["sync/seconds"],
                    gigabytes_per_second=metrics["sync/gigabytes_per_second"])  # fmt: skip
     yield from _gaps(f"{what}: engine beside trainer, nats", metrics, dtype)
     yield judged(f"{what}: restarts", not metrics["engine/restarts"], f"{metrics['engine/restarts']:g} servers")

@@ -1,4 +1,4 @@
-"""One side of a switch in a process of its own; see switches.py.
+"""One side of a switch in a separate process; see switches.py.
 
 Usage: python -m tests.gpu.acceptance.switch_side GIVEN.json FOUND.pt
 """
@@ -17,15 +17,15 @@ from tests.gpu.acceptance.registry import Place
 
 
 def main() -> None:
-    given = json.loads(Path(sys.argv[1]).read_text())
-    path, overrides = Path(given["path"]), given["overrides"]
-    find_accelerations(load_config(path, overrides).model.accelerations)  # before anything imports Megatron-Core
+    request = json.loads(Path(sys.argv[1]).read_text())
+    path, overrides = Path(request["path"]), request["overrides"]
+    find_accelerations(load_config(path, overrides).model.accelerations)  # before any import of Megatron-Core
     import torch
 
     from tests.gpu.acceptance.switches import updated
     from tests.gpu.acceptance.workload import Size
 
-    side = updated(Place(**given["place"]), Size(**given["size"]), Path(given["folder"]), path, overrides)
+    side = updated(Place(**request["place"]), Size(**request["size"]), Path(request["folder"]), path, overrides)
     torch.save({**vars(side), "speed": asdict(side.speed)}, sys.argv[2])
 
 

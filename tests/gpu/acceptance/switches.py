@@ -1,6 +1,6 @@
-"""Settings that change how fast an update is and must not change what it does: each on and off.
+"""Settings that change the speed of an update and must not change its results, on and off.
 
-A new one is a line of SWITCHES.
+To add a setting, add a line to SWITCHES.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from tests.support.places import ROOT
 NATS = {"float32": 1e-5, "bfloat16": 0.05}
 """Bound of the mean gap of log-probabilities before the update."""
 CHANGES = {"float32": 1e-3, "bfloat16": 0.1}
-"""Bound of the relative difference of all changes of weights."""
+"""Bound of the relative difference of all weight changes."""
 _SIDE_SECONDS = 100.0
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A setting, and what it is compared with."""
+    """A setting and its alternative."""
 
     name: str
     on: tuple[str, ...]
     off: tuple[str, ...] = ()
     model: str = "0.6B"
     own_process: bool = False
-    """What it changes is settled where a process imports Megatron-Core."""
+    """Whether the setting takes effect only at the import of Megatron-Core."""
 
 
 _OPTIMIZER = "actor.optimizer"
@@ -82,17 +82,17 @@ SWITCHES = (
 
 @dataclass(frozen=True)
 class Side:
-    """What an update did with a switch on or off; tensors in the host's memory."""
+    """Results of an update with a switch on or off. The tensors are in host memory."""
 
     logprob: Tensor
     changes: list[Tensor]
     speed: Speed
     layers: str
-    """Whose layers, gradients and Adam they were."""
+    """Implementation of layers, gradients and Adam."""
 
 
 def on_and_off(place: Place) -> Iterator[Row]:
-    """Every switch: the numbers of an update and its seconds."""
+    """Compare the numbers of an update and its seconds for every switch."""
     dtype = "float32" if place.device == "cpu" else "bfloat16"
     cache: dict[tuple[str, ...], Side] = {}
     for switch in SWITCHES:
@@ -114,8 +114,8 @@ def on_and_off(place: Place) -> Iterator[Row]:
             f"{switch.name}: changes of weights, {dtype}", {"changes": (squares / sizes) ** 0.5}, CHANGES[dtype]
         )
         yield measured(
-            f"{switch.name}: time", f"on: {on.speed.words(place)}, peak {on.speed.peak_bytes / 1e9:.1f} GB; off: "
-            f"{off.speed.words(place)}, peak {off.speed.peak_bytes / 1e9:.1f} GB; on takes "
+            f"{switch.name}: time", f"on: {on.speed.summary(place)}, peak {on.speed.peak_bytes / 1e9:.1f} GB; off: "
+            f"{off.speed.summary(place)}, peak {off.speed.peak_bytes / 1e9:.1f} GB; on takes "
             f"{on.speed.seconds / off.speed.seconds:.2f} of off",
             on_seconds=on.speed.seconds, off_seconds=off.speed.seconds,
             on_peak_bytes=on.speed.peak_bytes, off_peak_bytes=off.speed.peak_bytes,
@@ -125,53 +125,54 @@ def on_and_off(place: Place) -> Iterator[Row]:
 def _side(
     place: Place, switch: Switch, overrides: tuple[str, ...], dtype: str, cache: dict[tuple[str, ...], Side]
 ) -> Side:
-    """Settings that many compare with are run once."""
+    """Run one side of a switch. Equal settings are run only once."""
     size = Size(8, 8, 24) if place.tiny else Size(32, 256, 768)
     whole = size.samples * (size.prompt + size.response)
     names = {"all": whole, "part": whole // 4}
-    # As large as a gradient, so that Adam's step is not the sign of rounding noise.
-    given = [
+    # Epsilon has the size of a gradient, so the step of Adam is not the sign of rounding errors.
+    common = [
         "actor.optimizer.learning_rate=0.001",
         "actor.optimizer.eps=1.0e-5",
         f"actor.microbatch_budget_tokens={names['part']}",
     ]
-    words = [word.replace("{all}", str(names["all"])).replace("{part}", str(names["part"])) for word in overrides]
-    key = (switch.model, *words)
+    changed = [word.replace("{all}", str(names["all"])).replace("{part}", str(names["part"])) for word in overrides]
+    key = (switch.model, *changed)
     if key not in cache:
         folder = model_folder(place, switch.model)
         path = write_settings(place, settings(place, folder, size, dtype))
         update = _in_own_process if switch.own_process else updated
-        cache[key] = update(place, size, folder, path, [*ACTOR_ONLY, *given, *words])
+        cache[key] = update(place, size, folder, path, [*ACTOR_ONLY, *common, *changed])
     return cache[key]
 
 
 def updated(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
-    """Update the model once for its numbers, then for the clock."""
+    """Update the model once for its numbers, then measure the speed."""
     config = resolve_here(load_config(path, overrides))
     with trainer(config) as t:
         logprob, changes = numbers(t, size, folder)
         speed = update_speed(place, t, size, folder, 1 if place.tiny else 3)
-    found = find_accelerations(config.model.accelerations)
+    accelerations = find_accelerations(config.model.accelerations)
     empty_cache()
-    return Side(logprob, changes, speed, found.sentence(DTYPES[config.model.dtype]))
+    return Side(logprob, changes, speed, accelerations.sentence(DTYPES[config.model.dtype]))
 
 
 def _in_own_process(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
-    """The same. Raises RuntimeError with its last words where it fails."""
-    given, out = Path(place.scratch) / "side.json", Path(place.scratch) / "side.pt"
+    """Run the update in a separate process. Raises RuntimeError with the end of the error output if the process
+    fails."""
+    common, out = Path(place.scratch) / "side.json", Path(place.scratch) / "side.pt"
     out.unlink(missing_ok=True)
-    words = {"place": asdict(place), "size": asdict(size), "folder": str(folder), "path": str(path)}
-    given.write_text(json.dumps({**words, "overrides": overrides}))
-    program = [sys.executable, "-m", "tests.gpu.acceptance.switch_side", str(given), str(out)]
+    arguments = {"place": asdict(place), "size": asdict(size), "folder": str(folder), "path": str(path)}
+    common.write_text(json.dumps({**arguments, "overrides": overrides}))
+    program = [sys.executable, "-m", "tests.gpu.acceptance.switch_side", str(common), str(out)]
     done = subprocess.run(program, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=_SIDE_SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-300:])
-    found = torch.load(out, weights_only=True)
-    return Side(**{**found, "speed": Speed(**found["speed"])})
+    accelerations = torch.load(out, weights_only=True)
+    return Side(**{**accelerations, "speed": Speed(**accelerations["speed"])})
 
 
 def numbers(t: Trainer, size: Size, folder: Path) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities before an update, and what it changed in each parameter."""
+    """Return the log-probabilities before an update, and the changes of each parameter."""
     rollout, scores_B = rollouts(samples(size, folder, ragged=True))
     before = t.parts.actor.copy_weights()
     t.step = 1

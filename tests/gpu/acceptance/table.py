@@ -1,4 +1,4 @@
-"""What a step finds out: rows of one table, as Markdown and as JSON."""
+"""The rows of steps in a table, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ _HEADINGS = ("step", "what", "result", "verdict")
 
 @dataclass(frozen=True)
 class Row:
-    """One finding."""
+    """One result."""
 
     what: str
     result: str
-    """In words, with its bound where there is one."""
+    """Text of the result, with its bound if one exists."""
     verdict: str
-    """`ok` or `failed` where there is something to hold, `measured` where there is not, `skipped` with its reason."""
+    """`ok` or `failed` for checks, `measured` without a check, `skipped` with a reason."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """The result once more; units in the names."""
+    """Numbers of the result; units are part of the names."""
     step: str = ""
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Row:
-        """From the fields of a table that was stored."""
+        """Create a row from the fields of a stored table."""
         return Row(**values)
 
 
 class Skip(Exception):
-    """Raised by a step that cannot run here, with the reason."""
+    """Raised by a step that cannot run on this machine, with the reason."""
 
 
 def measured(what: str, result: str, **numbers: float) -> Row:
-    """Nothing to hold."""
+    """Return a row without a check."""
     return Row(what, result, MEASURED, numbers)
 
 
 def skipped(what: str, reason: str) -> Row:
-    """What could not run here."""
+    """Return a row for a step or a part that cannot run on this machine."""
     return Row(what, reason, SKIPPED)
 
 
 def failed(what: str, sentence: str) -> Row:
-    """What went wrong."""
+    """Return a row for a failure."""
     return Row(what, f"failed: {sentence}", FAILED)
 
 
-def judged(what: str, holds: bool, result: str, **numbers: float) -> Row:
-    """Something that holds or does not."""
-    return Row(what, result, OK if holds else FAILED, numbers)
+def judged(what: str, is_ok: bool, result: str, **numbers: float) -> Row:
+    """Return a row for a check."""
+    return Row(what, result, OK if is_ok else FAILED, numbers)
 
 
 def within(what: str, errors: Mapping[str, float], bound: float, **numbers: float) -> Row:
-    """Errors that must not be above a bound; NaN is."""
+    """Return a row for errors that must not exceed a bound. NaN exceeds every bound."""
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    holds = all(error <= bound for error in errors.values())
-    return judged(what, holds, f"{worst} {errors[worst]:.1e}, bound {bound:.1e}", **errors, bound=bound, **numbers)
+    is_ok = all(error <= bound for error in errors.values())
+    return judged(what, is_ok, f"{worst} {errors[worst]:.1e}, bound {bound:.1e}", **errors, bound=bound, **numbers)
 
 
 @dataclass
 class Report:
-    """The table of a run, written anew with every row, so that it is whole whenever the run ends."""
+    """The table of a run. The files are written after every row, so they are complete whenever the run ends."""
 
     path: Path
-    """Without its ending: `.json` and `.md` are written."""
+    """Path without suffix; `.json` and `.md` are written."""
     head: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each step that ended by itself."""
+    """Seconds of each completed step."""
 
     def add(self, step: str, row: Row) -> None:
         """Print a row and write the table."""
@@ -80,7 +80,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Both files."""
+        """Write both files."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.head, "seconds": self.seconds, "rows": [asdict(row) for row in self.rows]}
         self.path.with_suffix(".json").write_text(json.dumps(content, indent=1))
@@ -88,14 +88,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """`failed` where any row is."""
+        """Return `failed` if any row failed, otherwise `ok`."""
         return FAILED if any(row.verdict == FAILED for row in self.rows) else OK
 
 
 def markdown(head: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """The table with what it takes to repeat it."""
-    told = [f"- {name}: {value}" for name, value in head.items()]
-    lines = ["# GPU acceptance", "", *told, "", _line(_HEADINGS), "|---" * len(_HEADINGS) + "|"]
+    """Return the table as Markdown, with the head."""
+    head_lines = [f"- {name}: {value}" for name, value in head.items()]
+    lines = ["# GPU acceptance", "", *head_lines, "", _line(_HEADINGS), "|---" * len(_HEADINGS) + "|"]
     lines += [_line((row.step, row.what, row.result, row.verdict)) for row in rows]
     counts = {v: sum(row.verdict == v for row in rows) for v in (OK, FAILED, MEASURED, SKIPPED)}
     return "\n".join([*lines, "", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()), ""])
@@ -106,7 +106,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def join(paths: Sequence[Path], out: Path) -> Report:
-    """One table of several, such as both parts of a machine."""
+    """Join several tables, such as the parts of a machine, into one."""
     contents = [json.loads(path.read_text()) for path in paths]
     rows = [Row.of(row) for content in contents for row in content.pop("rows")]
     seconds = {step: taken for content in contents for step, taken in content.pop("seconds").items()}

@@ -1,4 +1,4 @@
-"""The process that steps run in; see runner.py.
+"""The process that runs steps; see runner.py.
 
 Usage: python -m tests.gpu.acceptance.worker DESCRIPTOR, one end of a `multiprocessing.Pipe`.
 """
@@ -18,20 +18,20 @@ from tests.gpu.acceptance.table import Row, Skip, failed, skipped
 
 
 def rows_of(function: str, place: Place) -> Iterator[Row]:
-    """What a step finds; an error is its last row."""
+    """Yield the rows of a step. An error is the last row."""
     try:
         module, _, name = function.partition(":")
         yield from getattr(import_module(module), name)(place)
     except Skip as reason:
         yield skipped("the step", str(reason))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other steps go on and the table says it
+    except Exception as error:  # noqa: BLE001 - the table reports any error, and the other steps continue
         traceback.print_exc()
-        words = " ".join(str(error).split())[:300]
-        yield failed("the step", f"{type(error).__name__}: {words}")
+        text = " ".join(str(error).split())[:300]
+        yield failed("the step", f"{type(error).__name__}: {text}")
 
 
 def release() -> None:
-    """Give back what the last step held. What it has imported is not looked through again."""
+    """Release the memory of the last step. Imported objects are excluded from later collections."""
     gc.collect()
     gc.freeze()
     torch = sys.modules.get("torch")
@@ -40,7 +40,7 @@ def release() -> None:
 
 
 def main() -> None:
-    """Run steps until nobody asks any more."""
+    """Run steps until the pipe is closed."""
     connection = Connection(int(sys.argv[1]))
     put_off_collections()
     while True:

@@ -1,6 +1,6 @@
-"""Models with random weights, samples, and a trainer that works on them: what the steps on models share.
+"""Models with random weights, samples, and a trainer for steps on models.
 
-Nothing is downloaded: shapes come from configs/models, weights from a seed.
+Nothing is downloaded. Shapes come from configs/models, weights from a seed.
 """
 
 from __future__ import annotations
@@ -40,59 +40,65 @@ TINY_LAYERS = 2
 
 @dataclass(frozen=True)
 class Size:
-    """Of a step's samples."""
+    """Size of the samples of a step."""
 
     samples: int
     prompt: int
-    """Tokens."""
+    """Prompt tokens."""
     response: int
-    """Tokens, of the longest."""
+    """Tokens of the longest response."""
 
 
 class NoEngine:
-    """Stands where an engine would: the samples are given, so that none needs memory."""
+    """An engine without a model. The samples exist already, so generation needs no memory."""
 
-    def __init__(self, **_given: Any) -> None:
+    def __init__(self, **_options: Any) -> None:
         self.version = 0
         self.on_tokens = lambda: None
 
     def update_weights(self, named_tensors: Any, version: int) -> None:
-        """Let them go."""
+        """Ignore the weights."""
         self.version = version
 
     def generate(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, done: Any = None
     ) -> list[Completion]:
-        """Nobody asks for it."""
+        """Raise an error, because the steps do not generate."""
         raise RuntimeError("the samples of this step are given; nothing is generated")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def model_folder(
-    place: Place, name: str, *, layers: int | None = None, noise: float = 0.0, words: int | None = None
+    place: Place, name: str, *, layers: int | None = None, noise: float = 0.0, vocabulary: int | None = None
 ) -> Path:
-    """A model's folder with random bfloat16 weights, written once; `noise` makes a neighbour of it, `words` one with
-    another vocabulary."""
-    folder = Path(place.scratch) / "models" / f"{name}-{layers or 'all'}-{noise:g}-{words or 'all'}"
+    """Write the folder of a model with random bfloat16 weights once. `noise` adds random numbers to the weights, and
+    `vocabulary` changes the vocabulary size."""
+    folder = Path(place.scratch) / "models" / f"{name}-{layers or 'all'}-{noise:g}-{vocabulary or 'all'}"
     if (folder / "model.safetensors").exists():
         return folder
     if place.tiny:
         changes = {"max_position_embeddings": 1024, "tie_word_embeddings": name != "30B-A3B"}
-        changes |= {"vocab_size": words} if words else {}
+        changes |= {"vocab_size": vocabulary} if vocabulary else {}
         return write_model(folder, _TINY[name], 11, noise=noise, num_hidden_layers=layers or TINY_LAYERS, **changes)
     content = json.loads((ROOT / "configs/models" / MODELS[name] / "config.json").read_text())
     content["num_hidden_layers"] = layers or content["num_hidden_layers"]
-    if words:
-        content |= {"vocab_size": words, "bos_token_id": None, "eos_token_id": None}  # which it has no rows for
+    if vocabulary:
+        content |= {
+            "vocab_size": vocabulary,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }  # the smaller vocabulary lacks these tokens
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     g = torch.Generator(device=place.device).manual_seed(11)
     tensors = {}
     for tensor_name, shape in stored_shapes(folder).items():
         drawn = torch.randn(shape, generator=g, device=place.device)
-        spread = 0.06 if "embed" in tensor_name else 0.02  # logits of a spread that is not that of the uniform
+        spread = (
+            0.06 if "embed" in tensor_name else 0.02
+        )  # logits with a spread above zero, so the distribution is not uniform
         tensor = 0.1 * drawn if len(shape) == 1 else spread * drawn
         tensor += 1.0 if tensor_name.endswith("norm.weight") else 0.0
         if noise:
@@ -105,14 +111,14 @@ def model_folder(
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors by their names in files."""
+    """Return the shapes of the tensors of a model by their names in files."""
     from megappo.families.parameters import tensor_shapes
 
     return {name: tuple(shape) for name, shape in tensor_shapes(read_architecture(folder)).items()}
 
 
 def settings(place: Place, folder: Path, size: Size, dtype: str) -> dict[str, Any]:
-    """A run of given samples: one update of actor and critic from all of them."""
+    """Return settings of a run with existing samples. Actor and critic have one update with all samples."""
     role = {
         "minibatch_sequences": size.samples,
         "microbatch_budget_tokens": size.samples * (size.prompt + size.response),
@@ -141,12 +147,12 @@ ACTOR_ONLY = ("critic=null", "algorithm.estimator=reinforce_plus_plus")
 
 
 def make_config(place: Place, content: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """From settings and overrides, as a run's."""
+    """Return the configuration of a run from settings and overrides."""
     return resolve_here(load_config(write_settings(place, content), list(overrides)))
 
 
 def write_settings(place: Place, content: dict[str, Any]) -> Path:
-    """As a file."""
+    """Write the settings to a file."""
     path = Path(place.scratch) / "settings.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
@@ -154,7 +160,7 @@ def write_settings(place: Place, content: dict[str, Any]) -> Path:
 
 @contextmanager
 def trainer(config: Config, kind: type[Reporter] = Reporter) -> Iterator[Trainer]:
-    """The trainer of a run of one process, and the memory back afterwards."""
+    """Yield the trainer of a run with one process, and release its memory afterwards."""
     with start_runtime(config.runtime) as runtime:
         parts: RunComponents = assemble(config, derive_run(config, runtime.world_size), runtime)
         made = Trainer(parts, kind(config, parts.derived, runtime))
@@ -162,42 +168,42 @@ def trainer(config: Config, kind: type[Reporter] = Reporter) -> Iterator[Trainer
             yield made
         finally:
             parts.close()
-            vars(made).clear()  # its name lives on where the block stands, and would hold the models
+            vars(made).clear()  # the name in the caller outlives the block and would keep the models alive
     del parts
     empty_cache()
 
 
 def empty_cache() -> None:
-    """What is not referred to any more is free on the device."""
+    """Release device memory of unreferenced objects."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def samples(size: Size, folder: Path, *, ragged: bool) -> list[dict[str, Any]]:
-    """Random tokens; ragged ones have between a quarter and all of the length."""
+    """Return samples with random tokens. Ragged samples have between a quarter and all of the length."""
     g = torch.Generator().manual_seed(4)
     vocab = read_architecture(folder).vocab_size
-    found = []
+    drawn_samples = []
     for _ in range(size.samples):
         share = 0.25 + 0.75 * float(torch.rand((), generator=g)) if ragged else 1.0
         prompt, response = (max(1, round(share * n)) for n in (size.prompt, size.response))
         tokens = torch.randint(2, vocab, (prompt + response,), generator=g).tolist()
-        found.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
-    return found
+        drawn_samples.append({"tokens": tokens, "response": response, "score": float(torch.randn((), generator=g))})
+    return drawn_samples
 
 
-def rollouts(given: Sequence[dict[str, Any]]) -> tuple[Rollouts, torch.Tensor]:
-    """The same as an engine would hand them over, and their scores; NaN wherever there is no token."""
-    lengths = torch.tensor([s["response"] for s in given])
+def rollouts(batch: Sequence[dict[str, Any]]) -> tuple[Rollouts, torch.Tensor]:
+    """Return the samples as rollouts of an engine, and their scores. Positions without tokens are NaN."""
+    lengths = torch.tensor([s["response"] for s in batch])
     mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
     logprob = torch.full(mask.shape, float("nan")).masked_fill(mask, -1.0)
-    count, ids = len(given), torch.arange(len(given))
+    count, ids = len(batch), torch.arange(len(batch))
     rollout = Rollouts(
-        prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in enumerate(given)),
+        prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in enumerate(batch)),
         sample_ids_B=ids,
         group_ids_B=ids,
-        sequences=tuple(torch.tensor(s["tokens"]) for s in given),
+        sequences=tuple(torch.tensor(s["tokens"]) for s in batch),
         response_lengths_B=lengths,
         engine_logprob_BR=logprob,
         response_mask_BR=mask,
@@ -207,4 +213,4 @@ def rollouts(given: Sequence[dict[str, Any]]) -> tuple[Rollouts, torch.Tensor]:
         raw_responses=("",) * count,
         special_tokens_B=torch.zeros(count, dtype=torch.int64),
     )
-    return rollout, torch.tensor([s["score"] for s in given])
+    return rollout, torch.tensor([s["score"] for s in batch])

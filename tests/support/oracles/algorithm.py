@@ -1,7 +1,7 @@
-"""The algorithm as its papers write it: plain functions of whole tensors, differentiated by autograd.
+"""The algorithm as published: plain functions of whole tensors, differentiated by autograd.
 
-Nothing of the product is used but the weights of an aggregation. Arguments are those of the product's functions by
-name; (B, T) or packed (N,), masked positions may hold anything.
+The functions use no product code except the weights of an aggregation. Arguments have the names of the arguments of
+the product. Tensors are (B, T) or packed (N,), and masked positions may contain any value.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
 
 def clean(values: Tensor, mask: Tensor) -> Tensor:
-    """0 at masked positions."""
+    """Set masked positions to 0."""
     return values.masked_fill(~mask, 0.0)
 
 
 def masked_whiten(*, values: Tensor, mask: Tensor) -> Tensor:
-    """(values - mean) / sqrt(population variance + 1e-8) at valid positions, 0 elsewhere."""
+    """Return (values - mean) / sqrt(population variance + 1e-8) at valid positions, and 0 elsewhere."""
     count, mean, m2 = masked_whiten_stats(values, mask)
     white = (clean(values, mask) - mean) * torch.rsqrt(m2 / count.clamp(min=1) + _EPS)
     return clean(white, mask).to(values.dtype)
 
 
 def compute_gae(*, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the valid tokens, as if the masked ones were not there.
+    """Generalised advantage estimation over the valid tokens. Masked tokens have no effect.
 
-    From the last token to the first, with (n, g) = (next value, running advantage) and m the mask:
-    n' = (1-m) n + m v,  g' = (1-m+m gamma lam) g + m gamma n + m (r - v). After the last token both are 0.
+    The recursion runs from the last token to the first, with (n, g) = (next value, running advantage) and m the mask:
+    n' = (1-m) n + m v,  g' = (1-m+m gamma lam) g + m gamma n + m (r - v). After the last token, n and g are 0.
     Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16.
 
     Args:
         rewards, values: (B, T) float32 or float64.
-        mask: (B, T) bool; may have holes (turns of a conversation that the policy did not write).
+        mask: (B, T) bool; may have holes (turns of a conversation that are not from the policy).
 
     Returns:
         advantages (not whitened) and returns = advantages + values, both (B, T), 0 at masked positions.
@@ -72,11 +72,11 @@ def kl_penalty(*, logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     (Schulman, "Approximating KL Divergence", 2020), with d clamped to +-20 before exp and the result to +-10.
 
     Args:
-        logprob, ref_logprob: any one shape, in nats.
-        kind: by any of its names.
+        logprob, ref_logprob: tensors of the same shape, in nats.
+        kind: any name of the estimator.
 
     Returns:
-        The same shape, in nats, differentiable in `logprob`.
+        A tensor of the same shape, in nats, differentiable in `logprob`.
     """
     gap = logprob - ref_logprob
     match _ALIASES.get(kind, kind):
@@ -101,7 +101,7 @@ def aggregate(
     total_sequences: int | None = None,
     norm_tokens: int | None = None,
 ) -> Tensor:
-    """The sum of weights * loss with the weights of `token_weights`; a scalar."""
+    """Return the sum of weights * loss with the weights of `token_weights`, a scalar."""
     weights = token_weights(
         mask=mask,
         mode=mode,
@@ -114,7 +114,7 @@ def aggregate(
 
 @dataclass(frozen=True)
 class Loss:
-    """`loss` is what is optimised; `metrics` are detached sums over the valid positions."""
+    """`loss` is the optimised scalar. `metrics` are detached sums over the valid positions."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -125,7 +125,7 @@ def _clipped_objective(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO-clip per token (Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5), as a loss.
 
-    Returns the loss, where the clip was active, and where the dual clip was.
+    Returns the loss, a mask of clipped tokens, and a mask of tokens at the dual-clip bound.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -167,19 +167,19 @@ def policy_loss(
         logprob, old_logprob, ref_logprob: log-probabilities of the sampled tokens, nats.
         advantages: one per token.
         weights: from `token_weights`; the only normalisation.
-        mask: bool; positions that are False change neither loss nor gradient.
+        mask: bool; positions with False change neither loss nor gradient.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: bound c > 1 of the objective where the advantage is negative.
+        dual_clip: bound c > 1 of the objective for negative advantages.
         policy_loss: `clip`, or `penalty` (PPO with a KL penalty, Schulman et al. 2017, eq. 8: -ratio * A +
             penalty_coef * KL(old || new), estimated by k3 on samples of the old policy).
-        entropy: of the distribution at each token, nats; only measured where entropy_coef is 0.
-        sequences: whose each token is.
+        entropy: of the distribution at each token, nats; only measured if entropy_coef is 0.
+        sequences: number of the sequence of each token.
         band: settings of the losses in `policy_losses`.
         importance_weights: constants from `correction.importance_weights`.
 
     Returns:
         `metrics`: sums over valid positions of clipfrac, clipfrac_lower, ppo_kl (k1 of KL(old || new)), ppo_kl_k3,
-        ratio, entropy, ref_kl and count; ratio_max is a maximum; pg_loss, entropy_loss, kl_loss and nll_loss are the
+        ratio, entropy, ref_kl and count. ratio_max is a maximum. pg_loss, entropy_loss, kl_loss and nll_loss are the
         weighted terms of the loss.
     """
     logprob, advantages = clean(logprob, mask), clean(advantages, mask)
@@ -195,10 +195,10 @@ def policy_loss(
         place = (ratio.clamp(1 - clip_low, 1 + clip_high) - 1 + clip_low) / (clip_low + clip_high)
         weight = slope_of(objective, logprob) / -advantages
     else:
-        found = policy_losses.surrogate(
+        outputs = policy_losses.surrogate(
             policy_loss, logprob, clean(old_logprob, mask), advantages, mask, sequences, **band
         )
-        objective, below, above, is_bounded, place = found
+        objective, below, above, is_bounded, place = outputs
         is_clipped, weight = below | above, slope_of(objective, logprob) / -advantages
     if importance_weights is not None:
         importance_weights = clean(importance_weights, mask).detach()
@@ -225,12 +225,12 @@ def policy_loss(
 
 
 def slope_of(objective: Tensor, logprob: Tensor) -> Tensor:
-    """Of each token's term in its own log-probability."""
+    """Return the derivative of the objective of each token with respect to its log-probability."""
     return torch.autograd.grad(objective.sum(), logprob, retain_graph=True)[0]
 
 
 def _ratio_metrics(log_ratio: Tensor, mask: Tensor, is_clipped: Tensor, is_bounded: Tensor) -> dict[str, Tensor]:
-    """Sums that tell how far the policy went from the old one; `log_ratio` is 0 at masked positions."""
+    """Return sums that measure the distance of the policy from the old policy. `log_ratio` is 0 at masked positions."""
     ratio = log_ratio.detach().exp()
     sums = {
         "clipfrac": is_clipped & mask,
@@ -255,9 +255,9 @@ def value_loss(
     mask: Tensor,
     value_clip: float | None = None,
 ) -> Loss:
-    """Value loss: sum of weights * max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within +-value_clip of the old.
+    """Value loss: sum of weights * max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within old v +- value_clip.
 
-    `metrics`: sums over valid positions of clipfrac and count. Schulman et al. 2017's reference code (baselines).
+    `metrics` are sums over valid positions of clipfrac and count. Source: code of Schulman et al. 2017 (baselines).
     """
     values, returns = clean(values, mask), clean(returns, mask)
     error = values - returns
@@ -267,7 +267,7 @@ def value_loss(
     if value_clip is not None:
         old = clean(old_values, mask)
         clipped_square = (old + (values - old).clamp(-value_clip, value_clip) - returns).square()
-        # Within the clip the two squares differ by rounding only.
+        # Within the clip, the two squares differ only by rounding.
         is_clipped = ((values - old).abs() > value_clip) & (clipped_square > square)
         worst = torch.maximum(square, clipped_square)
     loss = 0.5 * (clean(weights, mask) * worst).sum()

@@ -1,6 +1,6 @@
-"""The obviously right version of every kernel, in whatever precision its inputs have.
+"""Simple reference implementations of all kernels, in the precision of their inputs.
 
-Written for reading, not for speed: full logits, plain loops, autograd for gradients.
+The code is written for readability instead of speed: full logits, plain loops, autograd for gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def scaled_logits(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> Tensor:
-    """Soft cap, then temperature, then -inf for padded vocabulary."""
+    """Apply the soft cap, then the temperature, then -inf for padded vocabulary."""
     if softcap is not None:
         logits_TV = softcap * torch.tanh(logits_TV / softcap)
     logits_TV = logits_TV / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
@@ -34,7 +34,7 @@ def logits_logprob(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each row, nats."""
+    """Return the log-probability of each label and the entropy of each row, in nats."""
     logits_TV = scaled_logits(logits_TV, temperature=temperature, softcap=softcap, valid_vocab=valid_vocab)
     logp_TV = torch.log_softmax(logits_TV, dim=-1)
     logprob_T = logp_TV.gather(-1, labels_T[:, None]).squeeze(-1)
@@ -52,7 +52,7 @@ def linear_logprob(
     softcap: float | None = None,
     valid_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logits_logprob` of hidden @ weight.T."""
+    """Compute `logits_logprob` of hidden @ weight.T."""
     return logits_logprob(
         hidden_TH @ weight_VH.T, labels_T, temperature=temperature, softcap=softcap, valid_vocab=valid_vocab
     )
@@ -78,7 +78,7 @@ def policy_loss(
     kl: str = "low_var_kl",
     kl_coef: float = 0.0,
 ) -> Tensor:
-    """The policy loss summed over valid tokens, one token after the other."""
+    """Sum the policy loss over valid tokens in a loop."""
     loss = logprob.new_zeros(())
     for i in torch.nonzero(mask.flatten()).flatten().tolist():
         lp, old, advantage = (x.flatten()[i] for x in (logprob, old_logprob, advantages))
@@ -102,7 +102,7 @@ def policy_loss(
 
 
 def kl_estimate(gap: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(policy || reference) from gap = logprob - ref_logprob, nats."""
+    """Estimate KL(policy || reference) from gap = logprob - ref_logprob, in nats."""
     match kind:
         case "kl" | "k1":
             return gap
@@ -125,7 +125,7 @@ def value_loss(
     mask: Tensor,
     value_clip: float | None = None,
 ) -> Tensor:
-    """The value loss summed over valid tokens."""
+    """Sum the value loss over valid tokens."""
     loss = values.new_zeros(())
     for i in torch.nonzero(mask.flatten()).flatten().tolist():
         value, old, target = (x.flatten()[i] for x in (values, old_values, returns))
@@ -145,7 +145,7 @@ def gae(
     lam: float,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns by the recursion itself, one number at a time; 0 at masked positions."""
+    """Compute advantages and returns by the recursion, one number at a time, with 0 at masked positions."""
     advantages_BT, returns_BT = torch.zeros_like(values_BT), torch.zeros_like(values_BT)
     for b in range(len(values_BT)):
         following = bootstrap_B[b] if bootstrap_B is not None else values_BT.new_zeros(())
@@ -162,7 +162,7 @@ def gae(
 
 
 def masked_whiten_stats(values: Tensor, mask: Tensor) -> Tensor:
-    """(3,) float64: count, mean and sum of squared deviations of the valid values."""
+    """Return a (3,) float64 tensor: count, mean and sum of squared deviations of the valid values."""
     valid = values[mask].double()
     if not valid.numel():
         return torch.zeros(3, dtype=torch.float64, device=values.device)

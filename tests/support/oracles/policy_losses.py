@@ -1,6 +1,6 @@
-"""Policy losses as their papers write them, differentiated by autograd, and of distributions.
+"""Policy losses as published, differentiated by autograd. Divergences are computed from distributions.
 
-Arguments are tensors of one shape, in float64; `mask` says which tokens there are.
+Arguments are float64 tensors of the same shape. `mask` selects the valid tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.distributions import Bernoulli, kl_divergence
 def surrogate(
     name: str, logprob: Tensor, old: Tensor, A: Tensor, mask: Tensor, sequences: Tensor | None, **s: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For each token: the loss, masks for tokens below the band, above the band and at the dual-clip bound (always
-    False), and the position in the band."""
+    """Return for each token the loss, masks for tokens below the band, above the band and at the dual-clip bound
+    (always False), and the position in the band."""
     if name in ("dis", "gspo", "sapo"):  # beyond the limit, the gradient of a token is zero
         is_near = (logprob - old).abs() <= 20
         logprob = torch.where(is_near, logprob, logprob.detach())
@@ -51,14 +51,14 @@ def surrogate(
 
 
 def _logit(logprob: Tensor) -> Tensor:
-    """Of a probability."""
+    """Return the logit of a probability."""
     return logprob - torch.log(-torch.expm1(logprob))
 
 
 def _gspo(
     logprob: Tensor, old: Tensor, A: Tensor, mask: Tensor, sequences: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """GSPO-token: the sequence's ratio without a slope, times a ratio of 1 with one."""
+    """Compute GSPO-token: the ratio of the sequence without gradient, times a ratio of 1 with gradient."""
     whole = torch.ones_like(logprob)
     for number in sequences[mask].unique():
         own = mask & (sequences == number)

@@ -1,4 +1,4 @@
-"""Computes with the adapters of PEFT folders, one after the other, and compares with transformers; see test_lora.py.
+"""Compute with the adapters of PEFT folders and compare with transformers; see test_lora.py.
 
 Usage (under torchrun): adapters_worker.py CASE.json FOUND.json
 """
@@ -33,11 +33,11 @@ from tests.support.adapters import adapters_of, merged_weights, put_adapters
 from tests.support.workers.model_worker import forward, sequences
 
 RATE = 1e-5
-"""Of the step of gradient descent after which everything is compared again."""
+"""Learning rate of the gradient step, after which all comparisons are repeated."""
 
 
 class Reference:
-    """The same model by transformers and PEFT in float64."""
+    """The same model in transformers and PEFT, in float64."""
 
     def __init__(self, folder: Path, adapters: Path, tokens: list[Tensor]) -> None:
         exact: Any = {"dtype": torch.float64, "experts_implementation": "eager", "attn_implementation": "eager"}
@@ -48,7 +48,7 @@ class Reference:
         self._trained = [p for p in self._model.parameters() if p.requires_grad]
 
     def logp(self) -> Tensor:
-        """(N, 1) log-probabilities of every token but the first."""
+        """Return (N, 1) log-probabilities of every token except the first."""
         rows = []
         for sequence in self._tokens:
             logp = self._model(sequence[None]).logits[0, :-1].log_softmax(-1)
@@ -56,47 +56,47 @@ class Reference:
         return torch.cat(rows)
 
     def merged(self) -> dict[str, Tensor]:
-        """Whole weights with the adapters added."""
+        """Return the complete weights with the adapters merged."""
         return {name: tensor.double() for name, tensor in merged_weights(self._folder, self._model).items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the sum of the log-probabilities, by PEFT's names; the adapters then go a step that way."""
+        """Return the gradients of the sum of log-probabilities by PEFT names, and take a step of gradient ascent."""
         self.logp().sum().backward()
         weights = [parameter.data for parameter in self._trained]
         for parameter in self._trained:
             assert parameter.grad is not None
             parameter.data = parameter.grad
-        found = {name: tensor.clone() for name, tensor in adapters_of(self._model).items()}
+        gradients_of = {name: tensor.clone() for name, tensor in adapters_of(self._model).items()}
         for parameter, weight in zip(self._trained, weights, strict=True):
             assert parameter.grad is not None
             parameter.data = weight + RATE * parameter.grad
-        return found
+        return gradients_of
 
 
 def take_step(model: RoleModel) -> dict[str, Tensor]:
-    """The gradients of the adapters, by PEFT's names, along which they then go a step; one rank has them all."""
-    found: dict[str, Tensor] = {}
-    for held in model.adapters_here():
-        gradient = held.parameter.grad
+    """Return the gradients of the adapters by PEFT names and take a step along them. One rank has all adapters."""
+    gradients: dict[str, Tensor] = {}
+    for adapter in model.adapters_here():
+        gradient = adapter.parameter.grad
         assert gradient is not None
-        for name, shape in held.entry.tensors.items():
-            found.setdefault(name, torch.full(shape, float("nan")))
+        for name, shape in adapter.entry.tensors.items():
+            gradients.setdefault(name, torch.full(shape, float("nan")))
         place = (0, 1, model.options.padded_vocab)
-        scatter_shard(held.part_of(gradient), pieces(model.arch, held.entry, *place), found)
-        held.shard.add_(held.part_of(gradient), alpha=RATE)
-    return found
+        scatter_shard(adapter.part_of(gradient), pieces(model.arch, adapter.entry, *place), gradients)
+        adapter.shard.add_(adapter.part_of(gradient), alpha=RATE)
+    return gradients
 
 
 def furthest(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """The largest relative error of a tensor's norm."""
+    """Return the largest relative error of a tensor norm."""
     assert mine.keys() == truth.keys(), mine.keys() ^ truth.keys()
     return max(float((mine[n].double() - t).norm() / t.norm().clamp(min=1e-12)) for n, t in truth.items())
 
 
 def check(folder: Path, adapters: Path, layout: Layout, runtime: Runtime) -> dict[str, float]:
-    """Errors of a model with these adapters."""
-    arch, said = read_architecture(folder), json.loads((adapters / "adapter_config.json").read_text())
-    lora = LoraShape.of(arch, said["r"], said["lora_alpha"], said["target_modules"])
+    """Return the errors of a model with these adapters."""
+    arch, peft_config = read_architecture(folder), json.loads((adapters / "adapter_config.json").read_text())
+    lora = LoraShape.of(arch, peft_config["r"], peft_config["lora_alpha"], peft_config["target_modules"])
     base, source = SafetensorsSource(folder, arch), PeftSource(adapters, arch, lora)
     options = BuildOptions(torch.float32, runtime.device, arch.vocab_size, lora=lora)
     tokens = sequences(arch.vocab_size)
@@ -107,7 +107,7 @@ def check(folder: Path, adapters: Path, layout: Layout, runtime: Runtime) -> dic
     exported = dict(MergedSource(arch, lora, base, source, is_critic=False, dtype=torch.float32).tensors())
     plain = load_file(folder / "model.safetensors")
     merged, before = truth.merged(), truth.logp()
-    found = {
+    errors = {
         "moved": furthest(plain, merged),
         "exported": furthest(exported, merged),
         "streamed": furthest(dict(stream), merged),
@@ -115,14 +115,14 @@ def check(folder: Path, adapters: Path, layout: Layout, runtime: Runtime) -> dic
         "gradients": furthest(take_step(model), truth.gradients()),
     }
     after = truth.logp()
-    found["streamed after a step"] = furthest(dict(stream), truth.merged())
-    found["logp after a step"] = apart(forward(model, layout, tokens, train=False), after)
-    found["stepped"] = apart(after, before)
-    return found
+    errors["streamed after a step"] = furthest(dict(stream), truth.merged())
+    errors["logp after a step"] = apart(forward(model, layout, tokens, train=False), after)
+    errors["stepped"] = apart(after, before)
+    return errors
 
 
 def apart(mine: Tensor | None, truth: Tensor) -> float:
-    """The largest difference, in nats."""
+    """Return the largest difference in nats."""
     assert mine is not None
     return float((mine - truth.detach()).abs().max())
 
@@ -133,8 +133,8 @@ def main() -> None:
         layout = make_layouts({"actor": Cut(Grid((0,), 1, 1), 1, False)}, "cpu", 120)["actor"]
         assert isinstance(layout, Layout)
         folder = Path(case["folder"])
-        found = {name: check(folder, Path(path), layout, runtime) for name, path in case["adapters"].items()}
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        errors = {name: check(folder, Path(path), layout, runtime) for name, path in case["adapters"].items()}
+        Path(sys.argv[2]).write_text(json.dumps(errors))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Writes the roles of a configuration as checkpoints, before and after an update, and once more after it has read
-another; see test_checkpoint_layouts.py.
+"""Write the roles of a configuration as checkpoints: before and after an update, and after loading other checkpoints;
+see test_checkpoint_layouts.py.
 
 Usage (under torchrun): checkpoint_worker.py CASE.json FOUND.json
 """
@@ -23,12 +23,12 @@ from megappo.megatron.placed import announce, place
 from megappo.ppo.components import RunComponents, assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
-from tests.support.rewards import given_scores
+from tests.support.rewards import without_reward_workers
 from tests.support.workers.plan_worker import SumOfOutputs
 
 
 def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
-    """This rank's share of samples of equal length, each of which is the same on any layout."""
+    """Return the samples of this rank. All samples have the same length, and each sample is the same on any layout."""
     mine = torch.arange(runtime.rank, case["samples"], runtime.world_size)
     sequences = tuple(
         torch.randint(2, 16, (case["sequence_tokens"],), generator=torch.Generator().manual_seed(int(number)))
@@ -38,7 +38,7 @@ def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
 
 
 def write(parts: RunComponents, writer: CheckpointWriter, step: int) -> dict[str, int]:
-    """A checkpoint of the roles; the updates that they have applied."""
+    """Write a checkpoint of the roles and return the number of updates of each role."""
     shards = {key: shard for role in parts.trained for key, shard in role_shards(role).items()}
     content = {"trainer": {"step": step}, "metrics": {}, "versions": {"torch": str(torch.__version__)}}
     writer.save(Snapshot(step, shards, {"random": random_states()}, content), wait=True)
@@ -49,7 +49,7 @@ def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        with given_scores():
+        with without_reward_workers():
             parts = assemble(config, derive_run(config, runtime.world_size), runtime)
         writer = CheckpointWriter(Path(case["out"]), CheckpointSettings(keep_last=9), runtime, 60)
         updates = [write(parts, writer, 1)]
@@ -60,11 +60,11 @@ def main() -> None:
         for step, (folder, applied) in enumerate(case["read"], 3):
             load_shards(Path(folder), parts.trained, applied)
             updates.append(write(parts, writer, step))
-        found: list[Any] = [None] * runtime.world_size
-        dist.all_gather_object(found, updates)
+        gathered: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(gathered, updates)
         parts.close()
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(gathered))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention of packs whose tokens ranks share out, against whole attention in float64; see test_context_parallel.py.
+"""Compare attention of packs that are split across ranks with whole attention in float64; see test_context_parallel.py.
 
 Usage (under torchrun): context_worker.py CASE.json FOUND.json
 """
@@ -25,19 +25,20 @@ HEADS, WIDTH, SCALE = 4, 8, 0.4
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
-    """(t, h, d) of float64 inputs: a score for every pair of tokens, then all that a token may not see left out."""
+    """Return (t, h, d) attention of float64 inputs. All pairs of tokens are scored, then the invisible pairs are
+    masked."""
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     place = torch.arange(len(segment))
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    back = place[:, None] - place[None]
-    seen = (segment[:, None] == segment[None]) & (back >= 0) & (back < (window or len(place)))
+    distance = place[:, None] - place[None]
+    seen = (segment[:, None] == segment[None]) & (distance >= 0) & (distance < (window or len(place)))
     scores = torch.einsum("ihd,jhd->hij", query, key) * SCALE
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
 def errors(case: dict[str, Any], runtime: Runtime) -> dict[str, float]:
-    """The largest relative error of the output and of each gradient, on any rank."""
-    from megatron.core.transformer.transformer_config import TransformerConfig  # once megappo has prepared it
+    """Return the largest relative error of the output and of each gradient on this rank."""
+    from megatron.core.transformer.transformer_config import TransformerConfig  # after megappo has prepared megatron
 
     lengths, window, groups = case["lengths"], case["window"], case["groups"]
     g, total = torch.Generator().manual_seed(3), sum(lengths)
@@ -63,20 +64,20 @@ def errors(case: dict[str, Any], runtime: Runtime) -> dict[str, float]:
     segments = packed_segments(lengths, segment_tensors(lengths, shard), shard)
     out = core(*mine.values(), None, packed_seq_params=segments)
     out.backward(upstream[places].flatten(1).to(dtype))
-    found = {"output": (out.view(-1, HEADS, WIDTH), truth[places])}
+    compared = {"output": (out.view(-1, HEADS, WIDTH), truth[places])}
     for name, x in mine.items():
         of_whole = whole[name].grad
         assert x.grad is not None and of_whole is not None
-        found[name] = x.grad, of_whole[places]
-    return {name: float((x.double() - y).norm() / y.norm()) for name, (x, y) in found.items()}
+        compared[name] = x.grad, of_whole[places]
+    return {name: float((x.double() - y).norm() / y.norm()) for name, (x, y) in compared.items()}
 
 
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found = all_gather_objects({name: errors(case, runtime) for name, case in cases.items()})
+        gathered = all_gather_objects({name: errors(case, runtime) for name, case in cases.items()})
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(gathered))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`megappo doctor` on ranks of which the last has a clock that is half a minute ahead."""
+"""`megappo doctor` on several ranks. The clock of the last rank is 30 seconds ahead."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Real SGLang servers, given weights by real Megatron actors; see test_engines.py.
+"""Real SGLang servers with weights from real Megatron actors; see test_engines.py.
 
 Usage (under torchrun, two processes): engine_worker.py SCENARIO OUT.json
 
-Each scenario starts its servers once and runs every check on them. What a check found is written as numbers and words
-for the test to judge.
+Each scenario starts its servers once and runs all checks on these servers. The results are written as numbers and
+texts, which the test compares with its expectations.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from megappo.reshard.feeding import Feeding
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.nccl import SETTINGS, own_stack
 from megappo.runtime.process import Runtime, start_runtime
-from tests.support.in_flight_servers import broken_off, held, struck_in_flight
+from tests.support.in_flight_servers import aborted_by_sync, paused_by_sync, struck_in_flight
 from tests.support.models import VOCAB, write_model
 from tests.support.places import ROOT
-from tests.support.rewards import given_scores
+from tests.support.rewards import without_reward_workers
 
 SHORT_WAITS = "stall_timeout_seconds: 3, health_timeout_seconds: 10, sync_timeout_seconds: 60"
 CACHE_TOKENS = 16384
@@ -63,7 +63,7 @@ LONG = SamplingParams(temperature=1.0, max_new_tokens=50, stop_token_ids=(1,))
 
 
 class Bench:
-    """One configuration's servers, and actors of any layout that use them."""
+    """The servers of a configuration, and actors of any layout that use these servers."""
 
     def __init__(self, folder: Path, runtime: Runtime, family: str, sglang: str, **changes: Any) -> None:
         self.folder, self.runtime = folder, runtime
@@ -83,39 +83,40 @@ class Bench:
             "rollout.prompts_per_step=10",
             "actor.minibatch_sequences=40",
             "actor.optimizer.learning_rate=0.01",
-            "algorithm.mismatch_stop_nats=100",  # of a server that has not been given the update
+            "algorithm.mismatch_stop_nats=100",  # a server without the update has a large mismatch
             "logging={console: quiet, tensorboard: false}",
             "evaluation=null",
             "data.validation=null",
         ]
         self.engine: SGLangEngine | None = None
         self.weights: WeightStream | None = None
-        """Of the newest actor."""
+        """Weights of the newest actor."""
         self.made = 0
 
     def trainer(self, layout: str) -> Trainer:
-        """A new actor, its engine the servers that run already; a critic only where another rank needs a role."""
+        """Return a trainer with a new actor and the running servers as its engine. A critic exists only for the
+        layout in which another rank needs a role."""
         self.made += 1
         overrides = [*self.overrides, f"actor.layout={layout}", f"run.directory={self.folder / str(self.made)}"]
         critic = ["critic.layout={ranks: 1}", "critic.minibatch_sequences=40", "critic.microbatch_budget_tokens=2048"]
         overrides += critic if layout == APART else ["critic=null", "algorithm.estimator=grpo"]
         config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
         make = megappo.ppo.components.make_engine if self.engine is None else lambda *_: self.engine
-        with given_scores(), patch.object(megappo.ppo.components, "make_engine", make):
+        with without_reward_workers(), patch.object(megappo.ppo.components, "make_engine", make):
             parts = assemble(config, derive_run(config, self.runtime.world_size), self.runtime)
         assert isinstance(parts.engine, SGLangEngine)
         self.engine, self.weights = parts.engine, parts.weights
         return Trainer(parts, Reporter(config, parts.derived, self.runtime))
 
     def sessions(self) -> list[int]:
-        """Process ids of this rank's servers and parts of servers."""
+        """Return the process ids of the servers and parts of servers of this rank."""
         assert self.engine is not None
         fleet = self.engine.fleet
         return [server.session for server in (*fleet.servers.values(), *fleet.parts.values())]
 
 
 def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
-    """Sync, step the optimizer, sync, sample: how far the engine is from the trainer then."""
+    """Sync, update the actor, sync, and sample. Return the differences between engine and trainer after these steps."""
     trainer = bench.trainer(layout)
     parts = trainer.parts
     assert isinstance(parts.engine, SGLangEngine)
@@ -146,7 +147,7 @@ def after_an_update(bench: Bench, layout: str) -> dict[str, Any]:
 
 
 def planned_bytes(parts: RunComponents) -> int:
-    """What this rank should receive in a sync."""
+    """Return the bytes that this rank should receive in a sync."""
     engine, holdings = parts.engine, parts.weights.holdings
     assert isinstance(engine, SGLangEngine)
     feeding = engine.fleet.feeding
@@ -157,7 +158,7 @@ def planned_bytes(parts: RunComponents) -> int:
 
 @contextmanager
 def counted(weights: WeightStream) -> Iterator[list[int]]:
-    """How many buckets this rank has something of."""
+    """Count the buckets with data of this rank."""
     count, deliver = [0], weights.deliver
 
     def counting(*arguments: Any) -> None:
@@ -173,7 +174,7 @@ def score_by_length(rollouts: Any) -> Any:
 
 
 def mismatch(parts: RunComponents, trainer: Trainer, step: int) -> float:
-    """Largest gap between engine and trainer on a fresh batch, in nats."""
+    """Return the largest gap between engine and trainer on a new batch, in nats."""
     rollouts = trainer.responses.of_step(step, weights_changed=False)
     assert set(rollouts.weight_versions_B.tolist()) == {parts.engine.version}
     logprob = place(parts.actor, announce(rollouts, parts.runtime.device)).forward()
@@ -190,20 +191,20 @@ def requests(rank: int, count: int = 24) -> list[GenerateRequest]:
 
 @contextmanager
 def struck(bench: Bench, number: int) -> Iterator[None]:
-    """Server 0 gets a signal while it generates this rank's first requests and before it has the last of them, so that
-    it always owes an answer, however fast it is."""
+    """Send a signal to server 0 after it has received a part of the requests of this rank, and before the last part.
+    The server therefore has unanswered requests, for any speed."""
     assert bench.engine is not None
     (url,) = (f"{endpoint.url}/generate" for endpoint in bench.engine.endpoints if endpoint.index == 0)
-    original, asked = ClientSession.post, [0]
+    original, count = ClientSession.post, [0]
 
     @asynccontextmanager
-    async def post(self: ClientSession, to: str, **given: Any) -> AsyncIterator[Any]:
-        asked[0] += to == url
-        if to == url and asked[0] == 2:
+    async def post(self: ClientSession, to: str, **options: Any) -> AsyncIterator[Any]:
+        count[0] += to == url
+        if to == url and count[0] == 2:
             await asyncio.sleep(0.1)
             for pid in session_pids(bench.sessions()[0]):
                 os.kill(pid, number)
-        async with original(self, to, **given) as answer:
+        async with original(self, to, **options) as answer:
             yield answer
 
     with patch.object(ClientSession, "post", post):
@@ -211,7 +212,7 @@ def struck(bench: Bench, number: int) -> Iterator[None]:
 
 
 def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
-    """The same requests undisturbed and with a server struck down in the middle."""
+    """Compare the answers to the same requests without a fault and with a fault of a server during generation."""
     engine, rank = bench.engine, bench.runtime.rank
     assert engine is not None and bench.weights is not None
     calm = engine.generate(requests(rank), LONG)
@@ -219,7 +220,7 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
     with struck(bench, number) if rank == 0 else nullcontext():
         rough = engine.generate(requests(rank), LONG)
     survivors = sorted(engine.current)
-    engine.update_weights(bench.weights, engine.version)  # to servers that were started again, too
+    engine.update_weights(bench.weights, engine.version)  # includes restarted servers
     again = engine.generate(requests(rank), LONG)
     return {
         "answers": len(rough),
@@ -235,14 +236,14 @@ def disturbed_rollout(bench: Bench, number: int) -> dict[str, Any]:
 
 
 def ended_by_texts(bench: Bench) -> dict[str, Any]:
-    """The same requests with and without a text that ends them, which stands in one of the answers. Most tokens have no
-    text, so that a text has mostly more tokens than its own."""
+    """Compare the answers to the same requests with and without a stop text, which occurs in one of the answers. Most
+    tokens have no text, so a text usually consists of several tokens."""
     engine, tokenizer = bench.engine, AutoTokenizer.from_pretrained(ROOT / "configs/models/tiny_arithmetic")
     assert engine is not None
-    asked, free = requests(bench.runtime.rank), replace(LONG, stop_token_ids=())
-    whole = engine.generate(asked, free)
+    sent, free = requests(bench.runtime.rank), replace(LONG, stop_token_ids=())
+    whole = engine.generate(sent, free)
     text = next(m[0] for c in whole if (m := re.search(r"\d\d", tokenizer.decode(c.token_ids))))
-    found = engine.generate(asked, replace(free, stop_texts=StopTexts((text,), tokenizer)))
+    stopped = engine.generate(sent, replace(free, stop_texts=StopTexts((text,), tokenizer)))
     ends = []
     for answer in whole:
         ids = answer.token_ids
@@ -251,35 +252,38 @@ def ended_by_texts(bench: Bench) -> dict[str, Any]:
     return {
         "ends": ends,
         "whole": [len(c.token_ids) for c in whole],
-        "lengths": [len(c.token_ids) for c in found],
-        "same_tokens": all(w.token_ids[: len(c.token_ids)] == c.token_ids for w, c in zip(whole, found, strict=True)),
+        "lengths": [len(c.token_ids) for c in stopped],
+        "same_tokens": all(w.token_ids[: len(c.token_ids)] == c.token_ids for w, c in zip(whole, stopped, strict=True)),
         "gap": max(
-            abs(x - y) for w, c in zip(whole, found, strict=True) for x, y in zip(w.logprobs, c.logprobs, strict=False)
+            abs(x - y)
+            for w, c in zip(whole, stopped, strict=True)
+            for x, y in zip(w.logprobs, c.logprobs, strict=False)
         ),
-        "truncated": [c.truncated for c in found if len(c.token_ids) < LONG.max_new_tokens],
+        "truncated": [c.truncated for c in stopped if len(c.token_ids) < LONG.max_new_tokens],
     }
 
 
 def of_at_least(bench: Bench) -> dict[str, Any]:
-    """Two tokens of samples of one prompt, where all but two of the tokens end an answer, and not before the second."""
+    """Sample two tokens per request of one prompt. All tokens except two are stop tokens, which are excluded for the
+    first token."""
     engine = bench.engine
     assert engine is not None
-    asked = [replace(request, token_ids=(5, 6, 7)) for request in requests(bench.runtime.rank)]
+    sent = [replace(request, token_ids=(5, 6, 7)) for request in requests(bench.runtime.rank)]
     ends = tuple(token for token in range(VOCAB) if token not in (3, 4))
     params = replace(LONG, max_new_tokens=2, stop_token_ids=ends)
-    found = engine.generate(asked, replace(params, min_new_tokens=1))
-    first = {c.token_ids[0]: c.logprobs[0] for c in found}
+    answers = engine.generate(sent, replace(params, min_new_tokens=1))
+    first = {c.token_ids[0]: c.logprobs[0] for c in answers}
     return {
         "first": sorted(first),
         "sum": sum(math.exp(x) for x in first.values()),
-        "later": len({c.token_ids[1] for c in found}),
-        "unbound": len({c.token_ids[0] for c in engine.generate(asked, params)}),
+        "later": len({c.token_ids[1] for c in answers}),
+        "unbound": len({c.token_ids[0] for c in engine.generate(sent, params)}),
     }
 
 
 @contextmanager
 def loading(replacement: Callable[[Loaded], Loaded]) -> Iterator[None]:
-    """Parcels go through `replacement` on their way."""
+    """Pass payloads through `replacement` before they are loaded."""
     shared, broadcast = SharedTransport.prepare, BroadcastTransport.prepare
     with (
         patch.object(SharedTransport, "prepare", lambda self, p, others: shared(self, replacement(p), others)),
@@ -289,7 +293,7 @@ def loading(replacement: Callable[[Loaded], Loaded]) -> Iterator[None]:
 
 
 def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
-    """One number of one tensor changes on its way, so many times."""
+    """Change one number of a tensor during the transfer, `times` times."""
     left = [times]
 
     def change(payloads: Loaded) -> Loaded:
@@ -313,14 +317,14 @@ def corrupted_sync(trainer: Trainer, victim: str, times: int) -> dict[str, Any]:
 
 
 def following(bench: Bench, layout: str) -> Trainer:
-    """A new actor whose weights have the version after those of its engine."""
+    """Return a trainer with a new actor whose weights have the version after that of the engine."""
     trainer = bench.trainer(layout)
     trainer.weight_version = trainer.parts.engine.version
     return trainer
 
 
 def cut_sync(bench: Bench, trainer: Trainer, victim: int = 0) -> dict[str, Any]:
-    """A server, or this rank's part of it, is killed when some of the buckets are in it."""
+    """Kill a server of this rank, or its part of a server, during a sync after some buckets are loaded."""
     engine = bench.engine
     assert engine is not None
     restarts, seen = engine.restarts, [0]
@@ -346,40 +350,40 @@ def cut_sync(bench: Bench, trainer: Trainer, victim: int = 0) -> dict[str, Any]:
 
 
 def two_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Llama, two servers of one rank each, one looked after by each trainer rank."""
+    """Run Llama with two servers of one rank each. Each trainer rank manages one server."""
     bench = Bench(folder, runtime, "llama", "engines: 2", tie_word_embeddings=False)
-    bench.overrides.append("rollout.stop=[no model says so]")  # so that servers know the texts of tokens
-    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
-    found["texts"] = ended_by_texts(bench)
-    found["least"] = of_at_least(bench)
-    found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
-    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    bench.overrides.append("rollout.stop=[no model says so]")  # a setting for which servers need the texts of tokens
+    results: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    results["texts"] = ended_by_texts(bench)
+    results["least"] = of_at_least(bench)
+    results["kill"] = disturbed_rollout(bench, signal.SIGKILL)
+    results["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     trainer = following(bench, "{tensor_parallel: 2}")
-    found["in_flight"] = broken_off(trainer, requests(runtime.rank))
-    found["retract"] = held(trainer, requests(runtime.rank), "retract")
-    found["in_place"] = held(trainer, requests(runtime.rank), "in_place")
-    found["cut"] = cut_sync(bench, trainer)
+    results["in_flight"] = aborted_by_sync(trainer, requests(runtime.rank))
+    results["retract"] = paused_by_sync(trainer, requests(runtime.rank), "retract")
+    results["in_place"] = paused_by_sync(trainer, requests(runtime.rank), "in_place")
+    results["cut"] = cut_sync(bench, trainer)
     victim = "model.layers.2.mlp.up_proj.weight"
-    found["once"] = corrupted_sync(trainer, victim, 1)
-    found["always"] = corrupted_sync(trainer, victim, 99)
-    return found | leave(bench)
+    results["once"] = corrupted_sync(trainer, victim, 1)
+    results["always"] = corrupted_sync(trainer, victim, 99)
+    return results | leave(bench)
 
 
 def struck_engines(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """The same servers, one of which hangs in a rollout and dies with prompts in flight."""
+    """Run the same servers. One server hangs in a rollout and dies with prompts in flight."""
     bench = Bench(folder, runtime, "llama", "engines: 2", tie_word_embeddings=False)
-    found: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
-    found["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
+    results: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
+    results["stop"] = disturbed_rollout(bench, signal.SIGSTOP)
     trainer = following(bench, "{tensor_parallel: 2}")
-    trainer.sync_weights()  # which the engine's answers are compared with
-    found["in_flight_killed"] = struck_in_flight(trainer, requests(runtime.rank), bench.sessions())
-    return found | leave(bench)
+    trainer.sync_weights()  # the weights for the comparison with the answers of the engine
+    results["in_flight_killed"] = struck_in_flight(trainer, requests(runtime.rank), bench.sessions())
+    return results | leave(bench)
 
 
 @contextmanager
 def recorded(events: list[str]) -> Iterator[None]:
-    """What this rank asks of servers, parts of memory by their names, and when it gives back torch's cache; what it
-    asks several times running stands there once."""
+    """Record the requests of this rank to servers, the tags of memory parts in these requests, and releases of the
+    torch cache. Consecutive equal requests are recorded once."""
     original = http.client.HTTPConnection.request
 
     def note(event: str) -> None:
@@ -399,13 +403,13 @@ def recorded(events: list[str]) -> Iterator[None]:
 
 
 def by_messages() -> Any:
-    """As on GPUs and between machines: each rank receives what the rank of the server beside it wants, and hands its
-    own memory over."""
+    """Use messages instead of shared memory, as on GPUs and between machines. Each rank receives the weights for the
+    rank of the server on its device, and sends its own weights."""
     return patch.object(Feeding, "shares_memory", False)
 
 
 def asleep_and_awake(bench: Bench, layout: str) -> dict[str, Any]:
-    """The server sleeps between two syncs."""
+    """Sleep between two syncs."""
     trainer = bench.trainer(layout)
     engine, events = trainer.parts.engine, list[str]()
     assert isinstance(engine, SGLangEngine)
@@ -417,82 +421,83 @@ def asleep_and_awake(bench: Bench, layout: str) -> dict[str, Any]:
 
 
 def sharded_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Qwen3 with tied embeddings, one server of two ranks, which gives its memory away as if it were on the trainers'
-    GPUs: SGLang does everything but that."""
+    """Run Qwen3 with tied embeddings on one server of two ranks that releases its memory during training, as on
+    shared GPUs. SGLang on a CPU executes everything except the release."""
     with patch.object(RolloutSettings, "servers_sleep", lambda *_, **__: True):
         bench = Bench(folder, runtime, "qwen3", "tensor_parallel: 2", tie_word_embeddings=True)
-        found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
-    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+        results: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    results["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
     with by_messages():
-        found["PP2-messages"] = after_an_update(bench, "{pipeline_parallel: 2}")
-        found["apart-messages"] = after_an_update(bench, APART)
-    found["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
-    return found | leave(bench)
+        results["PP2-messages"] = after_an_update(bench, "{pipeline_parallel: 2}")
+        results["apart-messages"] = after_an_update(bench, APART)
+    results["asleep"] = asleep_and_awake(bench, "{tensor_parallel: 2}")
+    return results | leave(bench)
 
 
 @contextmanager
-def machine_of_ones_own(runtime: Runtime) -> Iterator[None]:
-    """Each rank as if it were on another machine; servers know nothing of that."""
+def separate_machines(runtime: Runtime) -> Iterator[None]:
+    """Simulate a separate machine for each rank. The servers are not affected."""
     with patch.object(socket, "gethostname", lambda: f"n{runtime.rank}"):
         yield
 
 
 def experts_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Qwen3 with experts, one server of two ranks on a machine each, which share out the matrices of experts."""
+    """Run Qwen3 with experts on one server of two ranks on separate machines. Tensor parallelism splits the matrices
+    of experts."""
     served = "tensor_parallel: 2, nodes: 2"
-    with machine_of_ones_own(runtime):
+    with separate_machines(runtime):
         bench = Bench(folder, runtime, "qwen3_moe", served, tie_word_embeddings=False)
-        found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
-    found["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"), victim=1)
-    return found | leave(bench)
+        results: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    results["cut"] = cut_sync(bench, following(bench, "{expert_parallel: 2}"), victim=1)
+    return results | leave(bench)
 
 
 def attending_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """The same with ranks that share out the experts and attend to requests of their own."""
+    """Run the same model with expert parallelism and data parallel attention."""
     served = "tensor_parallel: 2, expert_parallel: 2, data_parallel_attention: 2, nodes: 2"
-    with machine_of_ones_own(runtime):
+    with separate_machines(runtime):
         bench = Bench(folder, runtime, "qwen3_moe", served, tie_word_embeddings=False)
         layout = "{tensor_parallel: 2, expert_parallel: 2, sequence_parallel: true}"
-        found = {"TP2xEP2": after_an_update(bench, layout)}
-    return found | leave(bench)
+        results = {"TP2xEP2": after_an_update(bench, layout)}
+    return results | leave(bench)
 
 
 def mixtral_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Mixtral, whose files have names of their own, one server of two ranks."""
+    """Run Mixtral, whose files have different names, on one server of two ranks."""
     bench = Bench(folder, runtime, "mixtral", "tensor_parallel: 2", tie_word_embeddings=False)
-    found: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
-    return found | leave(bench)
+    results: dict[str, Any] = {"EP2": after_an_update(bench, "{expert_parallel: 2}")}
+    return results | leave(bench)
 
 
 def glm_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """GLM, whose first layer has no experts and whose routers have biases, one server of two ranks."""
+    """Run GLM, which has a first layer without experts and biases in its routers, on one server of two ranks."""
     bench = Bench(folder, runtime, "glm4_moe", "tensor_parallel: 2", tie_word_embeddings=False)
-    found: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
-    return found | leave(bench)
+    results: dict[str, Any] = {"PP2": after_an_update(bench, "{pipeline_parallel: 2}")}
+    return results | leave(bench)
 
 
 def plain_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Llama, one server of one rank that takes no seeds, as those on GPUs are by default."""
+    """Run Llama on one server of one rank without seeds, which is the default on GPUs."""
     bench = Bench(folder, runtime, "llama", "deterministic: false", tie_word_embeddings=True)
-    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
-    return found | leave(bench)
+    results: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    return results | leave(bench)
 
 
 def broadcast_engine(folder: Path, runtime: Runtime) -> dict[str, Any]:
-    """Llama with tied embeddings, weights through a broadcast group."""
+    """Run Llama with tied embeddings and send its weights through a broadcast group."""
     bench = Bench(folder, runtime, "llama", "placement: disaggregated", tie_word_embeddings=True)
-    found: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
-    found["kill"] = disturbed_rollout(bench, signal.SIGKILL)
-    found["DP2"] = after_an_update(bench, "{}")
-    found["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
-    found["cut"] = cut_sync(bench, following(bench, "{pipeline_parallel: 2}"))
-    found["apart"] = after_an_update(bench, APART)
-    found["external"] = through_urls(folder, runtime, bench)
-    return found | leave(bench)
+    results: dict[str, Any] = {"TP2": after_an_update(bench, "{tensor_parallel: 2}")}
+    results["kill"] = disturbed_rollout(bench, signal.SIGKILL)
+    results["DP2"] = after_an_update(bench, "{}")
+    results["PP2"] = after_an_update(bench, "{pipeline_parallel: 2}")
+    results["cut"] = cut_sync(bench, following(bench, "{pipeline_parallel: 2}"))
+    results["apart"] = after_an_update(bench, APART)
+    results["external"] = through_urls(folder, runtime, bench)
+    return results | leave(bench)
 
 
 def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, Any]:
-    """The same server again, as one that somebody else started."""
+    """Use the same server as an external server."""
     assert bench.engine is not None
     endpoint = bench.engine.endpoints[0]
     os.environ["MEGAPPO_SGLANG_API_KEY"] = endpoint.key
@@ -509,8 +514,8 @@ def through_urls(folder: Path, runtime: Runtime, bench: Bench) -> dict[str, Any]
 
 
 def relatives(session: int) -> int:
-    """Processes of a server's session that have libc where the server has it: itself and what was forked off it.
-    A process that was spawned draws an address of its own."""
+    """Return the number of processes in the session of a server that have libc at the same address as the server.
+    These are the server and its forks. A spawned process has a different address."""
 
     def place(pid: int) -> str:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -520,18 +525,18 @@ def relatives(session: int) -> int:
 
 
 def listening(pids: list[int]) -> list[str]:
-    """Addresses that these processes listen on."""
+    """Return the addresses on which these processes listen."""
     sockets = [s for pid in pids for s in psutil.Process(pid).net_connections() if s.status == psutil.CONN_LISTEN]
     return sorted({s.laddr.ip for s in sockets})
 
 
 def nccl_variables(environment: Mapping[str, str]) -> list[str]:
-    """Those that both ends of a group must share."""
+    """Return the variables that must be equal at both ends of a group."""
     return [f"{name}={environment[name]}" for name in SETTINGS if name in environment]
 
 
 def refused(action: Callable[[], object]) -> str:
-    """The sentence of the engine's error; empty without one."""
+    """Return the error message of the engine, or "" without an error."""
     try:
         action()
     except EngineError as error:
@@ -540,7 +545,7 @@ def refused(action: Callable[[], object]) -> str:
 
 
 def leave(bench: Bench) -> dict[str, Any]:
-    """What this rank's servers had made, then their end."""
+    """Return facts about the servers of this rank, then close the engine."""
     sessions = bench.sessions()
     forked = [relatives(session) for session in sessions]
     files = sorted(shared_files([pid for s in sessions for pid in session_pids(s)]))
@@ -558,9 +563,9 @@ def leave(bench: Bench) -> dict[str, Any]:
     known["nccl"] = [sorted(nccl_variables(psutil.Process(session).environ())) for session in sessions]
     known["trainer_nccl"] = sorted(nccl_variables(os.environ))
     known["compiler"] = ["cutlass" in Path(f"/proc/{session}/maps").read_text() for session in sessions]
-    held = ServerInfo(max_total_num_tokens=facts[0]["max_total_num_tokens"])
-    known["too_long"] = refused(lambda: check_room("server 0", held, PlannedCache(None, CACHE_TOKENS + 1)))
-    dist.barrier()  # every rank asks all servers, and ends its own
+    info = ServerInfo(max_total_num_tokens=facts[0]["max_total_num_tokens"])
+    known["too_long"] = refused(lambda: check_room("server 0", info, PlannedCache(None, CACHE_TOKENS + 1)))
+    dist.barrier()  # every rank sends requests to all servers and closes its own servers
     bench.engine.close()
     known["logs"] = [log.read_text(errors="replace") for log in logs]
     places = {"urls": urls, "folders": folders, "files": files, "addresses": addresses}
@@ -571,9 +576,9 @@ def main() -> None:
     scenario, out = sys.argv[1], Path(sys.argv[2])
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["runtime.collective_timeout_seconds=300"])
     with start_runtime(config.runtime, with_servers=True) as runtime:
-        found = globals()[scenario](out.parent, runtime)
+        results = globals()[scenario](out.parent, runtime)
         gathered: list[Any] = [None] * runtime.world_size
-        dist.all_gather_object(gathered, found)
+        dist.all_gather_object(gathered, results)
         if runtime.is_main:
             out.write_text(json.dumps(gathered))
 

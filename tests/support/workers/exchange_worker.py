@@ -1,4 +1,4 @@
-"""Exchanges tensors between ranks and checks what arrives; see test_exchange.py."""
+"""Exchange tensors between ranks and check the received tensors; see test_exchange.py."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megappo.runtime.tally import Tally
 
 
 def content(i: int) -> torch.Tensor:
-    """A tensor that follows from its id; some are empty."""
+    """Return a tensor that depends only on its id. Some tensors are empty."""
     return torch.randn(i % 3, i % 4, generator=torch.Generator().manual_seed(i))
 
 
 def agreed_problem(fails_on: set[int]) -> str:
-    """What this rank is told where some ranks cannot read a file."""
+    """Return the error message on this rank if some ranks cannot read a file."""
 
     def work() -> None:
         if dist.get_rank() in fails_on:
@@ -35,28 +35,29 @@ def agreed_problem(fails_on: set[int]) -> str:
 
 
 class Served(AbsentEngine):
-    """Each phase is the longest on another rank."""
+    """An engine whose phases are longest on different ranks."""
 
     restarts, rank, transfer_seconds = 0, 0, 0.0
 
     def sync_phases(self) -> dict[str, float]:
-        """Seconds of this rank."""
+        """Return the seconds of this rank."""
         return {"gather": 1.0 + self.rank, "load": 9.0 - self.rank}
 
-    def probe(self, *_given: Any) -> dict[int, Any]:
-        """None."""
+    def probe(self, *_args: Any) -> dict[int, Any]:
+        """Return no answers."""
         return {}
 
-    def judge(self, *_given: Any) -> float:
-        """No gap."""
+    def judge(self, *_args: Any) -> float:
+        """Return no gap."""
         return 0.0
 
     def sleep(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def check_sync(rank: int, world: int) -> None:
-    """The slowest rank defines the phases and the speed of a sync. A run without an engine has no transfer."""
+    """Check that the slowest rank defines the phases and the speed of a sync. A run without an engine has no
+    transfer."""
     engine = Served()
     engine.rank = rank
     parts: Any = SimpleNamespace(engine=engine, weights=SimpleNamespace(total_bytes=6e9))
@@ -75,21 +76,22 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     group, cpu = dist.group.WORLD, torch.device("cpu")
     assert group is not None
-    # Rank r holds ids r, r + world, ...; id i goes to ranks i % world and, if odd, (i + 1) % world; rank 2 holds none.
+    # Rank r has ids r, r + world, ...; id i goes to rank i % world and, if odd, also to (i + 1) % world; rank 2 has
+    # none.
     sources = {i: i % world for i in reversed(range(40)) if i % world != 2}
     destinations = {i: {i % world, (i + i % 2) % world} for i in sources}
     sizes = {i: content(i).numel() for i in sources}
     mine = {i: content(i) for i, source in sources.items() if source == rank}
-    found = exchange(mine, make_routes(sources, destinations, own=rank), sizes, dtype=torch.float32, device=cpu)
-    assert found.keys() == {i for i in sources if rank in destinations[i]}, (rank, found.keys())
-    assert all(torch.equal(tensor, content(i).flatten()) for i, tensor in found.items())
+    received = exchange(mine, make_routes(sources, destinations, own=rank), sizes, dtype=torch.float32, device=cpu)
+    assert received.keys() == {i for i in sources if rank in destinations[i]}, (rank, received.keys())
+    assert all(torch.equal(tensor, content(i).flatten()) for i, tensor in received.items())
     assert exchange({}, make_routes({}, {}, own=rank), {}, dtype=torch.int64, device=cpu) == {}
     assert broadcast_object(f"of {rank}", src=1) == "of 1"
     assert all_gather_objects((rank,)) == [(r,) for r in range(world)]
     assert agreed(lambda: rank) == rank
-    for fails_on, words in (({1}, "no room (on rank 1, but not on every rank)"), (set(range(world)), "no room")):
-        said = agreed_problem(fails_on)
-        assert said == words, (rank, said)
+    for fails_on, message in (({1}, "no room (on rank 1, but not on every rank)"), (set(range(world)), "no room")):
+        problem = agreed_problem(fails_on)
+        assert problem == message, (rank, problem)
     gathered = all_gather_varying(torch.full((rank, 2), rank), group=group)
     assert [tuple(g.shape) for g in gathered] == [(r, 2) for r in range(world)]
     assert all((g == r).all() for r, g in enumerate(gathered))

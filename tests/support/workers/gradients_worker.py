@@ -1,4 +1,4 @@
-"""Adds up gradients of several microbatches in Megatron's buffer and once more in float64; see test_gradients.py.
+"""Add up gradients of several microbatches in the buffer of Megatron and in float64; see test_gradients.py.
 
 Usage (under torchrun): gradients_worker.py CASE.json FOUND.json
 """
@@ -30,13 +30,12 @@ from megappo.runtime.process import Runtime, start_runtime
 from tests.support.workers.model_worker import Outputs, sequences
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
+def relative(measured: Tensor, truth: Tensor) -> float:
+    return float((measured.double() - truth).norm() / truth.norm())
 
 
 def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
-    """Of each parameter: how far its sum is from that in float64, and how far one
-    in bfloat16 would be."""
+    """Return for each parameter the relative error of its sum to float64, and the error of a sum in bfloat16."""
     folder = Path(case["folder"])
     arch = load_architecture(folder, ModelSettings(path=str(folder)))
     layout = make_layouts({"actor": Cut(Grid(tuple(range(runtime.world_size)), 1, 1), 1, False)}, "cpu", 120)["actor"]
@@ -56,7 +55,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
     dist.all_gather_object(of_all, dict(gradients))
     errors = {}
     for name in gradients:
-        parts = [part for found in of_all for part in found[name]]
+        parts = [part for of_rank in of_all for part in of_rank[name]]
         truth, narrow = sum(part.double() for part in parts), sum(parts)
         errors[name] = [relative(parameters[name].main_grad, truth), relative(narrow, truth)]
         assert {part.dtype for part in parts} == {torch.bfloat16}
@@ -67,9 +66,9 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
 def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found = check(case, runtime)
+        errors = check(case, runtime)
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(errors))
 
 
 if __name__ == "__main__":

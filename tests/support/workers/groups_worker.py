@@ -1,4 +1,4 @@
-"""Makes the groups of several roles on real processes and sends something over each: groups_worker.py CASE FOUND."""
+"""Create the groups of several roles on real processes and send data over each group: groups_worker.py CASE FOUND."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 90
 
 
 def named_groups(layout: Layout) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """What Megatron and the role itself talk over."""
+    """Yield the groups of Megatron and the group of the role."""
     for field in fields(layout.groups):
         group = getattr(layout.groups, field.name, None)
         if group is not None:
@@ -34,7 +34,7 @@ def named_groups(layout: Layout) -> Iterator[tuple[str, dist.ProcessGroup]]:
 
 
 def met(group: dist.ProcessGroup) -> list[int]:
-    """The ranks that take part in a sum over the group."""
+    """Return the ranks that contribute to a sum over the group."""
     present = torch.zeros(dist.get_world_size())
     present[dist.get_rank()] = 1
     dist.all_reduce(present, group=group)
@@ -53,7 +53,7 @@ def main() -> None:
 
     dist.new_group = noted
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))  # connections of large groups take more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))  # connections of large groups need more files
     with start_runtime(RuntimeSettings(collective_timeout_seconds=TIMEOUT_SECONDS)) as runtime:
         layouts = make_layouts(cuts, runtime.device.type, TIMEOUT_SECONDS)
         own = {
@@ -64,9 +64,9 @@ def main() -> None:
         assert met(make_host_group("host", timedelta(seconds=TIMEOUT_SECONDS))) == list(range(runtime.world_size))
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
         assert set(timeouts) == {timedelta(seconds=TIMEOUT_SECONDS)}
-        found = all_gather_objects({"groups": own, "made": len(timeouts)})
+        gathered = all_gather_objects({"groups": own, "made": len(timeouts)})
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(gathered))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Runs the command line several times, each on processes of its own, some of which kill themselves on the way.
+"""Run the command line several times on separate processes, some of which kill themselves during the run.
 
 Usage: killed_runs.py ATTEMPTS.json, a list of {"arguments", "processes", "kill", "expect"}.
-- `kill` is absent or {"rank", "step", "at"}: at that step the rank sends itself SIGKILL, or another `signal`, or sleeps
-  for ever where that is null, or with `remove` deletes the run directory and goes on: where the stage `at` begins, at
-  the second minibatch of `update_critic` or `update_actor`, before or after a checkpoint's marker is written, or at a
-  token (see `stall`).
-- `stall` in `kill` names a stage of that step, in which every rank takes half a second for a token of the embedded
-  engine; the rank that is to get a signal `at: token` gets it at the fifth. Of SGLang's answers of that step one comes
-  to each rank.
-- `after_answers` in `kill` has the rank wait for these answers of all ranks first, `after_checkpoint` for that step's
-  checkpoint.
-- `full`: {"rank", "step", "times"}: the disk has no room for that rank's part of that step's checkpoint, so many times.
-- `ctrl_c`: once step 1 is logged, all ranks get SIGINT as torchrun would send it, and a second later once more.
-- `rewrite`: the run is not continued, its newest checkpoint is loaded and written again in the arguments' layout.
-Prints what the attempts print, and fails where an attempt does not end as expected ("killed" or an exit code).
+- `kill` is absent or {"rank", "step", "at"}. At this step, the rank sends itself SIGKILL or another `signal`. If
+  `signal` is null, the rank sleeps without end. With `remove`, the rank deletes the run directory and continues. The
+  place `at` is the start of a stage, the second minibatch of `update_critic` or `update_actor`, before or after the
+  marker of a checkpoint is written, or a token (see `stall`).
+- `stall` in `kill` is a stage of this step in which every rank needs half a second per token of the embedded engine.
+  The rank with `at: token` receives its signal at the fifth token. Each rank receives only one answer of SGLang.
+- `after_answers` in `kill` delays the signal until all ranks have these answers. `after_checkpoint` delays the signal
+  until the checkpoint of that step exists.
+- `full`: {"rank", "step", "times"}. The disk is full for the part of this rank of the checkpoint, `times` times.
+- `ctrl_c`: all ranks receive SIGINT as from torchrun after step 1 is logged, and a second time one second later.
+- `rewrite`: the newest checkpoint is loaded and written again in the layout of the arguments, without training.
+The program prints the output of the attempts. It fails if an attempt does not end as expected ("killed" or an exit
+code).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from megappo.runtime.waiting import wait_until
 def make_end(
     name: str | None, removed: Path | None, awaited: list[Event], checkpoint: Path | None
 ) -> Callable[[], None]:
-    """Returns a function that waits for events and a checkpoint, and then sends this process a signal, sleeps for ever
-    or deletes a folder. After a signal, the function returns when the thread of `Interrupts` has received the signal.
-    """
+    """Return a function that waits for events and a checkpoint, and then sends this process a signal, sleeps without
+    end or deletes a folder. After a signal, the function returns when the thread of `Interrupts` has received the
+    signal."""
 
     def die() -> None:
         for event in awaited:
@@ -86,7 +86,7 @@ def make_end(
 
 
 def arm(step: int, at: str, die: Callable[[], None]) -> None:
-    """Have `die` called at a place of a step."""
+    """Call `die` at a place of a step."""
     state: dict[str, Any] = {"step": 0, "stage": "", "updates": 0}
     begin, stage, update = Reporter.begin_step, Reporter.stage, PlacedBatch.update
 
@@ -113,7 +113,7 @@ def arm(step: int, at: str, die: Callable[[], None]) -> None:
 
 
 def stall(step: int, stage: str, at_token: Callable[[], None], answered: Event) -> None:
-    """Make generation slow in a stage of a step; `answered` is set by the one answer of a server."""
+    """Slow down generation in a stage of a step. `answered` is set by the one answer of a server."""
     state: dict[str, Any] = {"step": 0, "stage": "", "tokens": 0, "asked": 0}
     begin, enter, sample = Reporter.begin_step, Reporter.stage, LogitsProcessorList.__call__
 
@@ -142,21 +142,21 @@ def stall(step: int, stage: str, at_token: Callable[[], None], answered: Event) 
 
 
 def _stall_servers(step: int, state: dict[str, Any], answered: Event) -> None:
-    """Of what a rank asks them in that step, probes aside, one group is answered."""
+    """Answer only one group of the requests of a rank to servers in this step. Probes are not counted."""
     from aiohttp import ClientSession
 
     post = ClientSession.post
 
     @asynccontextmanager
-    async def post_in_vain(self: ClientSession, url: str, **given: Any) -> AsyncIterator[Any]:
-        body = given["json"]
-        asked = body.get("sampling_params", [{"top_k": 1}])[0]
-        greedy = asked["top_k"] == 1 or asked["top_p"] < 1
+    async def post_in_vain(self: ClientSession, url: str, **options: Any) -> AsyncIterator[Any]:
+        body = options["json"]
+        sampling = body.get("sampling_params", [{"top_k": 1}])[0]
+        greedy = sampling["top_k"] == 1 or sampling["top_p"] < 1
         samples = state["step"] == step and not greedy
         if samples:
             state["asked"] += 1
             await asyncio.sleep(10**6 if state["asked"] > 1 else 0)
-        async with post(self, url, **given) as answer:
+        async with post(self, url, **options) as answer:
             yield answer
         if samples:
             answered.set()
@@ -186,7 +186,7 @@ def _arm_checkpoint(step: int, at: str, die: Callable[[], None]) -> None:
 
 
 def fill_disk(step: int, times: int) -> None:
-    """Have no room for this rank's part of a checkpoint."""
+    """Raise the error of a full disk for the part of a checkpoint on this rank."""
     write, failures = dcp.FileSystemWriter.write_data, list[int]()
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:
@@ -207,14 +207,14 @@ def rewrite(arguments: list[str]) -> int:
         parts = assemble(config, derived, runtime)
         resumed = Checkpoints(parts, start).resumed
         assert resumed is not None
-        # One that has not begun from the checkpoint writes it, too.
+        # Only checkpoints without a loaded checkpoint write the same step again.
         Checkpoints(parts, replace(start, checkpoint=None)).save(Boundary(resumed.load(), {}, {}), wait=True)
         parts.close()
     return 0
 
 
 def rank_main(rank: int, port: int, attempt: dict[str, Any], answered: list[Event]) -> None:
-    """One rank of an attempt."""
+    """Run one rank of an attempt."""
     processes = len(answered)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -238,12 +238,13 @@ def rank_main(rank: int, port: int, attempt: dict[str, Any], answered: list[Even
 
 
 def run_directory(arguments: list[str]) -> Path:
-    """Where an attempt runs."""
+    """Return the run directory of an attempt."""
     return Path(next(a.partition("=")[2] for a in arguments if a.startswith("run.directory=")))
 
 
 def press_ctrl_c_twice(ranks: list[Any], arguments: list[str]) -> None:
-    """The first press reaches a worker twice, from the terminal and from torchrun."""
+    """Send SIGINT as two presses of Ctrl-C. The first press reaches a worker twice, from the terminal and from
+    torchrun."""
     metrics = run_directory(arguments) / "metrics.jsonl"
     while not metrics.exists() or '"step": 1,' not in metrics.read_text():
         time.sleep(0.05)
@@ -255,7 +256,7 @@ def press_ctrl_c_twice(ranks: list[Any], arguments: list[str]) -> None:
 
 
 def run(attempt: dict[str, Any]) -> str:
-    """All ranks of an attempt; returns "killed" or the exit code of the first that ended otherwise than with 0."""
+    """Run all ranks of an attempt. Return "killed" or the first exit code other than 0."""
     context = multiprocessing.get_context("fork")
     port, n = free_port("127.0.0.1"), attempt["processes"]
     answered = [context.Event() for _ in range(n)]
@@ -269,7 +270,9 @@ def run(attempt: dict[str, Any]) -> str:
     failed = [p.exitcode for p in ranks if p.exitcode]
     if failed and -signal.SIGKILL not in failed and failed[0] != USER_ERROR:
         for process in ranks:
-            process.join(20)  # all ranks end with the same error; of a mistake in the settings one is enough to end all
+            process.join(
+                20
+            )  # all ranks end with the same error; for wrong settings, one rank is enough to end all ranks
     for process in ranks:
         process.kill()
         process.join()
@@ -277,9 +280,9 @@ def run(attempt: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for number, wanted in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    for number, attempt in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         start = time.monotonic()
-        outcome = run(wanted)
-        print(f"attempt {number}: {outcome} after {time.monotonic() - start:.1f} s: {wanted.get('kill')}", flush=True)
-        if outcome != wanted["expect"]:
-            sys.exit(f"attempt {number} ended with {outcome} instead of {wanted['expect']}: {wanted}")
+        outcome = run(attempt)
+        print(f"attempt {number}: {outcome} after {time.monotonic() - start:.1f} s: {attempt.get('kill')}", flush=True)
+        if outcome != attempt["expect"]:
+            sys.exit(f"attempt {number} ended with {outcome} instead of {attempt['expect']}: {attempt}")

@@ -1,10 +1,10 @@
-"""Measures what a process holds while it trains; see test_memory.py.
+"""Measure the memory of a process during training; see test_memory.py.
 
 Usage (under torchrun): memory_worker.py CASE.json FOUND.json
-- `alone`: an actor and nothing else is updated.
-- otherwise a step of PPO is trained.
-Found are bytes: storages of roles and engine at every change of stage and after every update, those of the optimizers
-alone, and the most anonymous memory in each stage above that of the imports.
+- `alone`: only an actor is updated.
+- Otherwise, a step of PPO is trained.
+The results are bytes: storages of roles and engine at every change of stage and after every update, storages of the
+optimizers, and the peak of anonymous memory in each stage above the memory of the imports.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from megappo.types import Samples
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Return the memory of this process without file-backed pages."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 class Meter:
-    """The most anonymous memory in each stage, looked at a hundred times a second, and storages where one begins."""
+    """Peaks of anonymous memory in each stage, sampled a hundred times per second, and storages at the start of
+    stages."""
 
     def __init__(self) -> None:
         trim_heap()
@@ -55,14 +56,14 @@ class Meter:
         self.roles: list[Any] = []
 
     def enter(self, stage: str, _waits_for: str = "") -> None:
-        """A stage begins: what the last one left is held now."""
+        """Start a stage and record the memory of the previous stage."""
         self.weigh()
         self._look()
         self.stage = stage
 
     def weigh(self) -> None:
-        """Count storages."""
-        self.storages[self.stage] = max(self.storages.get(self.stage, 0), held_bytes(self.roles))
+        """Record storages."""
+        self.storages[self.stage] = max(self.storages.get(self.stage, 0), storage_bytes(self.roles))
         trained = [role for role in self.roles if isinstance(role, TrainedRole)]
         self.optimizers = max(self.optimizers, bytes_of(t for r in trained for t in r.optimizer.tensors().optimizer()))
 
@@ -71,13 +72,13 @@ class Meter:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Look from a thread, and count storages after every update, before its role rests."""
+        """Sample memory in a thread, and record storages after every update before the role is offloaded."""
         done, update = threading.Event(), PlacedBatch.update
 
         def update_and_weigh(*args: Any, **kwargs: Any) -> Any:
-            found = update(*args, **kwargs)
+            result = update(*args, **kwargs)
             self.weigh()
-            return found
+            return result
 
         PlacedBatch.update = update_and_weigh  # type: ignore[method-assign]
 
@@ -92,26 +93,26 @@ class Meter:
         thread.join()
 
 
-def held_bytes(roles: list[Any]) -> int:
-    """Distinct storages of the roles' tensors and of the embedded engine's model."""
+def storage_bytes(roles: list[Any]) -> int:
+    """Return the bytes of distinct storages of the tensors of the roles and of the model of the embedded engine."""
     tensors = [p for model in gc.get_objects() if isinstance(model, transformers.PreTrainedModel)
                for p in model.parameters()]  # fmt: skip
     for role in roles:
         if isinstance(role, LocalRole):
             tensors += role.parameters()
         if isinstance(role, TrainedRole):
-            found = role.optimizer.tensors()
-            tensors += [*found.gradients(), *found.optimizer()]
+            tensors_of_optimizer = role.optimizer.tensors()
+            tensors += [*tensors_of_optimizer.gradients(), *tensors_of_optimizer.optimizer()]
     return bytes_of(tensors)
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of their distinct storages."""
+    """Return the bytes of the distinct storages of tensors."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def train(config: Config, runtime: Runtime, meter: Meter) -> None:
-    """One step."""
+    """Train one step."""
     derived = derive_run(config, runtime.world_size)
     parts = assemble(config, derived, runtime)
     meter.roles += [parts.actor, parts.critic, parts.reference]
@@ -121,7 +122,7 @@ def train(config: Config, runtime: Runtime, meter: Meter) -> None:
 
 
 def update_alone(config: Config, runtime: Runtime, meter: Meter) -> None:
-    """An update of an actor from as many tokens as a step has at most."""
+    """Update an actor with the maximum number of tokens of a step."""
     actor = ModelBuilder(config, derive_run(config, 1), runtime, roles=("actor",)).actor()
     meter.roles.append(actor)
     prompt, response, n = (
@@ -148,8 +149,8 @@ def main() -> None:
         meter = Meter()
         with meter.looking():
             (update_alone if case["alone"] else train)(config, runtime, meter)
-        found = {"storages": meter.storages, "anonymous": meter.anonymous, "optimizers": meter.optimizers}
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        results = {"storages": meter.storages, "anonymous": meter.anonymous, "optimizers": meter.optimizers}
+        Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

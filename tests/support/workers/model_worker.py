@@ -1,4 +1,4 @@
-"""Builds a tiny model on a layout and compares it with transformers; see test_models.py.
+"""Build a tiny model on a layout and compare it with transformers; see test_models.py.
 
 Usage (under torchrun): model_worker.py CASE.json FOUND.json
 """
@@ -53,8 +53,8 @@ def sequences(vocab: int, lengths: Sequence[int] = (9, 12, 5, 41)) -> list[torch
 
 
 def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
-    """(N, 1) log-probabilities of everything but the first token, by transformers in float64."""
-    # The fused products of experts know no float64.
+    """Return (N, 1) log-probabilities of every token except the first, from transformers in float64."""
+    # The fused expert kernels do not support float64.
     exact: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager", "attn_implementation": "eager"}
     if value_head := value_head_of(folder):
         trunk = AutoModel.from_pretrained(folder, **exact).eval()
@@ -71,7 +71,7 @@ def expected(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
 
 
 def value_head_of(folder: Path) -> tuple[torch.Tensor, float] | None:
-    """Weight and bias of a head, whatever it is called."""
+    """Return the weight and bias of a value head with any of the known names."""
     stems = ("score", "v_head.summary", "value_head")
     tensors = dict(stored_tensors(folder))
     weight = next((tensors[f"{stem}.weight"] for stem in stems if f"{stem}.weight" in tensors), None)
@@ -80,12 +80,12 @@ def value_head_of(folder: Path) -> tuple[torch.Tensor, float] | None:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the folder holds, by the names it has there, each expert by itself."""
+    """Yield the tensors of the folder by their names in files, split by expert."""
     yield from expert_by_expert(load_file(folder / "model.safetensors"))
 
 
 class NormAndLinear(ColumnParallelLinear):
-    """A norm inside the linear layer behind it, under the name that Transformer Engine gives its weight."""
+    """A linear layer that contains its norm, with the name of Transformer Engine for the weight of the norm."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
         super().__init__(input_size, output_size, config=config, **settings)
@@ -98,7 +98,7 @@ class NormAndLinear(ColumnParallelLinear):
 
 
 def fused_layers(*arguments: Any) -> Any:
-    """The layers that are built here, their parameters named and placed as Transformer Engine's."""
+    """Return the local layers with the names and positions of the parameters in Transformer Engine."""
     block = local_layers(*arguments)
     layer = block.layer_specs[0].submodules  # all are one
     layer.self_attention.submodules.linear_qkv = NormAndLinear
@@ -108,7 +108,7 @@ def fused_layers(*arguments: Any) -> Any:
 
 
 class Outputs:
-    """Hands out what the output layer says, and asks for a gradient of it."""
+    """A task that returns the outputs of the output layer and computes a gradient of their sum."""
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
         head.expect(batch)
@@ -125,7 +125,7 @@ def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train:
     ]
     before = PROGRESS.parts
     outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
-    assert PROGRESS.parts - before == len(batches) * len(model.chunks)  # the watchdog sees each
+    assert PROGRESS.parts - before == len(batches) * len(model.chunks)  # the watchdog counts each part
     if not layout.reports_losses:
         return None
     totals = [sum(batch.response_lengths) for batch in batches]
@@ -137,7 +137,7 @@ def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train:
 
 
 def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
-    """Errors of one case, on the rank that hands out results."""
+    """Return the errors of one case on the rank that returns results, and None on other ranks."""
     folder = Path(case["folder"])
     arch = load_architecture(folder, ModelSettings(path=str(folder), family=case.get("family")))
     cp = case.get("cp", 1)
@@ -191,8 +191,8 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
 
 
 def stream_counted(stream: WeightStream) -> dict[str, torch.Tensor]:
-    """The model on every rank; and what engines' ranks hold of it on some, nothing on others. What other ranks sent
-    is counted as it arrives, and is what the plan of slices says."""
+    """Return the streamed model of this rank. Also stream the parts of ranks of an engine to the last rank. The
+    received bytes and the slices must agree with the plan."""
     world, rank, tp = dist.get_world_size(), dist.get_rank(), 2 - stream.arch.kv_heads % 2
     parts_before = PROGRESS.parts
     whole = {name: tensor.clone() for name, tensor in stream}
@@ -203,15 +203,15 @@ def stream_counted(stream: WeightStream) -> dict[str, torch.Tensor]:
     parts = [(name, tensor.clone()) for name, tensor in stream.to(receivers)]
     check_received(stream, receivers, before)
     assert len(parts) == (tp * len(whole) if rank == world - 1 else 0)
-    wanted = [{s.name: s for p in stream.holdings.parameters for s in shape.pieces(p, n)} for n in range(tp)]
+    planned_slices = [{s.name: s for p in stream.holdings.parameters for s in shape.pieces(p, n)} for n in range(tp)]
     for name, tensor in parts:
-        pieces = [part[name] for part in wanted]
+        pieces = [part[name] for part in planned_slices]
         assert any(torch.equal(tensor, whole[name].narrow(s.dim, s.start, s.size)) for s in pieces), name
     return whole
 
 
 def check_received(stream: WeightStream, receivers: list[Receiver], before: int) -> None:
-    """Since so many bytes had arrived."""
+    """Check that the bytes received since `before` equal the plan."""
     mine = [receiver for receiver in receivers if receiver.rank == dist.get_rank()]
     planned = sum(stream.holdings.sources(receiver, stream.dtype.itemsize).total() for receiver in mine)
     assert stream.received_bytes - before == planned
@@ -220,7 +220,7 @@ def check_received(stream: WeightStream, receivers: list[Receiver], before: int)
 
 
 def check_tracker() -> None:
-    """fork() of Megatron's random state must switch the generator and put it back."""
+    """Check that fork() of the random state of Megatron switches the generator and restores it."""
     before = torch.get_rng_state()
     with get_cuda_rng_tracker().fork():
         torch.rand(3)
@@ -229,10 +229,10 @@ def check_tracker() -> None:
 
 def main() -> None:
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found: list[dict[str, Any] | None] = [None] * runtime.world_size
-        dist.all_gather_object(found, check(json.loads(Path(sys.argv[1]).read_text()), runtime))
+        gathered: list[dict[str, Any] | None] = [None] * runtime.world_size
+        dist.all_gather_object(gathered, check(json.loads(Path(sys.argv[1]).read_text()), runtime))
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(next(f for f in found if f is not None)))
+            Path(sys.argv[2]).write_text(json.dumps(next(f for f in gathered if f is not None)))
 
 
 if __name__ == "__main__":

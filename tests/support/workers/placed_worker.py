@@ -1,4 +1,4 @@
-"""Places samples on ranks of many grids, and counts what a whole step sends; see test_placed.py.
+"""Place samples on ranks of many grids, and count the transfers of a whole step; see test_placed.py.
 
 Usage (under torchrun, four processes): placed_worker.py RUN_DIRECTORY
 """
@@ -46,7 +46,7 @@ GRIDS = (
 
 
 class Echo(AbsentRole):
-    """Has no model; its output is the response tokens."""
+    """A role without a model. Its output is the response tokens."""
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         place = self.placement.grid.place(self.runtime.rank)
@@ -57,14 +57,14 @@ class Echo(AbsentRole):
 
 
 def sample(sample_id: int) -> tuple[Tensor, int]:
-    """Tokens and response length, which follow from the id."""
+    """Return tokens and response length, which depend only on the id."""
     g = torch.Generator().manual_seed(sample_id)
     prompt, response = (int(torch.randint(1, 20, (), generator=g)) for _ in range(2))
     return torch.randint(0, 99, (prompt + response,), generator=g), response
 
 
 def samples_of(rank: int) -> Samples:
-    """Rank 3 has none, the others ids that are out of order."""
+    """Return the samples of a rank. Rank 3 has none, and the ids of the other ranks are unordered."""
     ids = [i for i in reversed(range(SAMPLES)) if i % 3 == rank]
     sequences = [sample(i) for i in ids]
     lengths = torch.tensor([n for _, n in sequences], dtype=torch.int64)
@@ -72,7 +72,7 @@ def samples_of(rank: int) -> Samples:
 
 
 def fields_of(samples: Samples) -> dict[str, Tensor]:
-    """Two numbers per response token, NaN behind them."""
+    """Return two numbers per response token, with NaN as padding."""
     lengths_B = samples.response_lengths_B
     tokens_R = torch.arange(int(lengths_B.max()) if len(lengths_B) else 0)
     by_id_BR = samples.sample_ids_B[:, None] * 100.0 + tokens_R
@@ -81,7 +81,8 @@ def fields_of(samples: Samples) -> dict[str, Tensor]:
 
 
 def check_grid(grid: Grid, runtime: Runtime) -> None:
-    """Everything is where its plans want it and nowhere else, and comes back to where it was."""
+    """Check that samples are on the ranks of their plans and on no other ranks, and that outputs return to the
+    source."""
     placement = Placement("echo", grid, budget_tokens=100, microbatch_multiple=grid.pp, cost=SampleCost(1, 0))
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     minibatches = [order[:11], order[11:]]
@@ -89,17 +90,17 @@ def check_grid(grid: Grid, runtime: Runtime) -> None:
     arch, options = read_architecture(MODEL), BuildOptions(torch.float32, runtime.device, padded_vocab=16)
     role = Echo(placement, arch, options, runtime)
     batch = place(role, announce(samples, runtime.device), minibatches).with_fields(fields_of(samples))
-    stands = grid.place(runtime.rank)
-    wanted: set[int] = set()
-    if stands is not None:
+    position = grid.place(runtime.rank)
+    planned: set[int] = set()
+    if position is not None:
         plans = (batch.forward_plan, *batch.update_plans)
-        wanted = {i for plan in plans for microbatch in plan.replicas[stands[0]] for i in microbatch.sample_ids}
-    assert batch.here.keys() == wanted, (grid, runtime.rank)
-    for i, there in batch.here.items():
+        planned = {i for plan in plans for microbatch in plan.replicas[position[0]] for i in microbatch.sample_ids}
+    assert batch.here.keys() == planned, (grid, runtime.rank)
+    for i, placed in batch.here.items():
         tokens_T, response = sample(i)
-        assert there.sample_id == i and torch.equal(there.tokens_T, tokens_T) and there.response_tokens == response
-        assert torch.equal(there.fields["up"], 100.0 * i + torch.arange(response))
-        assert torch.equal(there.fields["down"], -there.fields["up"])
+        assert placed.sample_id == i and torch.equal(placed.tokens_T, tokens_T) and placed.response_tokens == response
+        assert torch.equal(placed.fields["up"], 100.0 * i + torch.arange(response))
+        assert torch.equal(placed.fields["down"], -placed.fields["up"])
     output_BR = batch.forward()
     for output_R, tokens_T, n in zip(output_BR, samples.sequences, samples.response_lengths_B.tolist(), strict=True):
         assert torch.equal(output_R[:n], tokens_T[-n:].float()) and not output_R[n:].any()
@@ -107,7 +108,7 @@ def check_grid(grid: Grid, runtime: Runtime) -> None:
 
 @contextmanager
 def counted() -> Iterator[Counter[torch.dtype]]:
-    """All-to-alls by the type of what is sent."""
+    """Count all-to-all calls by the dtype of the input."""
     counts: Counter[torch.dtype] = Counter()
     send = dist.all_to_all_single
 
@@ -121,8 +122,8 @@ def counted() -> Iterator[Counter[torch.dtype]]:
 
 
 def check_step(directory: str, runtime: Runtime) -> None:
-    """Two minibatches in two epochs: tokens travel to actor and critic, results come back from these and the reference,
-    and the numbers per token travel to actor and critic; after the step nothing of it is held."""
+    """Check a step of two minibatches in two epochs. Tokens are sent to actor and critic. Actor, critic and reference
+    return their results. The numbers per token are sent to actor and critic. No objects of the step remain."""
     overrides = [
         f"run.directory={directory}",
         "actor.layout={tensor_parallel: 2}",

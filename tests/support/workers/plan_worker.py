@@ -1,4 +1,4 @@
-"""Builds the roles of a configuration, updates each once and measures bytes; see test_plan_measured.py.
+"""Build the roles of a configuration, update each role once and measure bytes; see test_plan_measured.py.
 
 Usage (under torchrun): plan_worker.py CASE.json FOUND.json
 """
@@ -23,25 +23,23 @@ from megappo.megatron.schedule import PackedBatch
 from megappo.ppo.components import assemble
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
-from tests.support.rewards import given_scores
+from tests.support.rewards import without_reward_workers
 
 
 def buffers(chunk: Any) -> list[Any]:
-    """Gradient buffers of what every token passes, and those of experts."""
+    """Return the gradient buffers of shared parameters and of experts."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 class ForwardMeter:
-    """Bytes of distinct storages that forward keeps for backward, weights and the microbatch itself left out, and
-    layers in flight."""
+    """Meter of layers in flight and of distinct storages that forward saves for backward. Weights and the microbatch
+    are excluded."""
 
     def __init__(self, role: TrainedRole) -> None:
         modules = [chunk.module for chunk in role.optimizer.chunks]
-        self._there_before = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
-        self._there_before |= {
-            b.grad_data.untyped_storage().data_ptr() for c in role.optimizer.chunks for b in buffers(c)
-        }
-        self._kept: list[Tensor] = []
+        self._excluded = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
+        self._excluded |= {b.grad_data.untyped_storage().data_ptr() for c in role.optimizer.chunks for b in buffers(c)}
+        self._saved: list[Tensor] = []
         self._storages: dict[int, int] = {}
         self.measuring = True
         self._recomputes = role.model.options.recompute == "full"
@@ -56,18 +54,19 @@ class ForwardMeter:
                 layer.register_forward_hook(self._after)
 
     def _note_inputs(self, _module: Any, inputs: tuple[Tensor, ...]) -> None:
-        """Tokens, which share their storage with the rest of the microbatch."""
-        self._there_before.add(inputs[0].untyped_storage().data_ptr())
+        """Exclude the tokens, which share their storage with the rest of the microbatch."""
+        self._excluded.add(inputs[0].untyped_storage().data_ptr())
 
     def _note_output(self, module: Any, _inputs: Any, output: Tensor) -> None:
-        """Of a chunk that sends it; what was freed has one element."""
+        """Record the output of a chunk that sends its output. Freed outputs have one element."""
         if not module.post_process:
             self._outputs.append(weakref.ref(output))
             alive = [o for ref in self._outputs if (o := ref()) is not None and o.numel() > 1]
             self.output_bytes = max(self.output_bytes, sum(o.nbytes for o in alive))
 
     def _before(self, _layer: Any, _inputs: Any) -> None:
-        """Under full recomputation forward runs without gradients, and a second time in backward with them."""
+        """Count a layer. With full recomputation, forward runs without gradients, and again in backward with
+        gradients."""
         if self._recomputes:
             self._count(-1 if torch.is_grad_enabled() else 1)
 
@@ -82,39 +81,39 @@ class ForwardMeter:
         self.measuring = self.measuring and change > 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """For saved_tensors_hooks."""
+        """Record a tensor for saved_tensors_hooks."""
         if self.measuring:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._there_before:
+            if storage.data_ptr() not in self._excluded:
                 self._storages[storage.data_ptr()] = storage.nbytes()
-                self._kept.append(tensor)  # an address must not be used twice
+                self._saved.append(tensor)  # an address must not be reused
         return tensor
 
     @property
-    def kept_bytes(self) -> int:
-        """All storages seen while measuring."""
+    def saved_bytes(self) -> int:
+        """Return the bytes of all recorded storages."""
         return sum(self._storages.values())
 
 
 class SumOfOutputs:
-    """Differentiates what the output layer says, and ends the measurement where backward may begin."""
+    """A task that differentiates the sum of the outputs and ends the measurement before backward."""
 
     def __init__(self, meter: ForwardMeter | None) -> None:
         self._meter = meter
 
     def expect(self, head: Any, batch: PackedBatch) -> None:
-        """Name the rows and the tokens they predict."""
+        """Announce the rows and their predicted tokens."""
         head.expect(batch)
 
     def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum."""
+        """Return the sum."""
         if self._meter is not None:
             self._meter.measuring = False
         return output_NC.sum(), {"loss": output_NC.sum().detach(), "count": torch.ones(())}
 
 
 def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
-    """This rank's share of samples of equal length."""
+    """Return the samples of this rank, which have equal lengths."""
     count, length = case["samples"], case["sequence_tokens"]
     mine = torch.arange(runtime.rank, count, runtime.world_size)
     sequences = tuple(torch.randint(2, 16, (length,)) for _ in mine)
@@ -122,7 +121,7 @@ def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
 
 
 def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
-    """One update of a role; what this rank holds after it and kept during it."""
+    """Update a role once. Return the bytes of this rank after the update and the saved bytes during the update."""
     batch = place(role, announce(samples_of_rank(case, runtime), runtime.device), [range(case["samples"])])
     if not isinstance(role, TrainedRole):
         batch.update(0, SumOfOutputs(None))
@@ -137,7 +136,7 @@ def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(b.grad_data.nbytes for chunk in role.optimizer.chunks for b in buffers(chunk)),
         "optimizer": optimizer_bytes(role, parameters),
-        "activations": meter.kept_bytes,
+        "activations": meter.saved_bytes,
         "layers": meter.most_layers,
         "outputs": meter.output_bytes,
         "is_last_stage": role.layout.is_last_stage,
@@ -145,7 +144,7 @@ def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any
 
 
 def optimizer_bytes(role: TrainedRole, parameters: list[torch.nn.Parameter]) -> int:
-    """Moments, and main weights where they are not the weights themselves."""
+    """Return the bytes of moments and of main weights that are separate from the weights."""
     weights = {p.untyped_storage().data_ptr() for p in parameters}
     total = 0
     for part in getattr(role.optimizer.megatron, "chained_optimizers", [role.optimizer.megatron]):
@@ -159,14 +158,14 @@ def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
         config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        with given_scores():
+        with without_reward_workers():
             parts = assemble(config, derive_run(config, runtime.world_size), runtime)
         mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
-        found: list[Any] = [None] * runtime.world_size
-        dist.all_gather_object(found, mine)
+        gathered: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(gathered, mine)
         parts.close()
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(gathered))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs one PPO step on given rollouts and saves metrics and weights; see test_ppo_step.py.
+"""Run one PPO step on given rollouts and save metrics and weights; see test_ppo_step.py.
 
 Usage (under torchrun): ppo_step_worker.py SCENARIO.json FOUND.json
 """
@@ -30,11 +30,11 @@ from megappo.reshard.stream import WeightStream
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import start_runtime
 from megappo.types import Episode, Episodes, Prompt, Rollouts, Turn
-from tests.support.rewards import given_scores
+from tests.support.rewards import without_reward_workers
 
 
 def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Rollouts:
-    """Every world-th sample, or every world-th group of samples, with NaN wherever there is no token."""
+    """Return every world-th sample, or every world-th group of samples, with NaN at positions without tokens."""
     mine = [(i, s) for i, s in enumerate(samples) if s.get("group", i) % world == rank]
     lengths = torch.tensor([s["response"] for _, s in mine])
     R = int(lengths.max())
@@ -66,7 +66,7 @@ def rollouts_of_rank(samples: list[dict[str, Any]], rank: int, world: int) -> Ro
 
 
 def episodes_of_samples(rewards: list[list[float | None]], R: int) -> Episodes:
-    """Episodes with these rewards at their tokens, NaN wherever no token is the model's."""
+    """Return episodes with these rewards at their tokens, and NaN at tokens that are not from the model."""
     nan = float("nan")
     padded = [[nan if r is None else r for r in of_sample] + [nan] * (R - len(of_sample)) for of_sample in rewards]
     episodes = tuple(Episode(tuple(turns_of(of_sample))) for of_sample in rewards)
@@ -74,7 +74,7 @@ def episodes_of_samples(rewards: list[list[float | None]], R: int) -> Episodes:
 
 
 def turns_of(rewards: list[float | None]) -> Iterator[Turn]:
-    """The stretches of tokens that the model made."""
+    """Yield the ranges of tokens from the model."""
     place = 0
     for is_own, tokens in itertools.groupby(rewards, key=lambda reward: reward is not None):
         start, place = place, place + len(list(tokens))
@@ -82,10 +82,10 @@ def turns_of(rewards: list[float | None]) -> Iterator[Turn]:
             yield Turn(start, place)
 
 
-def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
-    """Build, score, estimate, update, save."""
+def run(scenario: dict[str, Any], runtime: Any, out_file: Path) -> None:
+    """Build the roles, compute scores and advantages, update the models, and save the results."""
     config = resolve(load_config(scenario["config"], scenario["overrides"]), on_cuda=runtime.device.type == "cuda")
-    with given_scores():
+    with without_reward_workers():
         parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))
     trainer.step = 1
@@ -130,7 +130,7 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
             role: [sorted(m) for m in trainer.minibatches(role)] for role in ("actor", *(["critic"] if critic else []))
         }
         merged = {str(k): v for part in gathered for k, v in part.items()}
-        found.write_text(
+        out_file.write_text(
             json.dumps(
                 {
                     "stopped": stopped,
@@ -145,7 +145,7 @@ def run(scenario: dict[str, Any], runtime: Any, found: Path) -> None:
 
 
 def built(role: Any) -> dict[str, Any]:
-    """What Megatron was told of speed and memory, where rank 0 has a part of the role."""
+    """Return settings of Megatron for speed and memory, if rank 0 has a part of the role."""
     if not isinstance(role, TrainedRole):
         return {}
     ddp, config = role.optimizer.chunks[0].ddp_config, role.model.config
@@ -158,25 +158,26 @@ def built(role: Any) -> dict[str, Any]:
 
 
 def adapter_weights(role: Role) -> dict[str, torch.Tensor]:
-    """PEFT's tensors of a role's adapters, put together of what all ranks have; none without adapters."""
+    """Return the PEFT tensors of the adapters of a role, combined from all ranks. The result is empty without
+    adapters."""
     mine = []
     if isinstance(role, LocalRole) and role.options.lora is not None:
         place = role.layout.tensor_rank, role.layout.grid.tp, role.options.padded_vocab
         mine = [
-            (held.entry, pieces(role.arch, held.entry, *place), role.read_shard(held).clone())
-            for held in role.trained_parameters()
+            (parameter.entry, pieces(role.arch, parameter.entry, *place), role.read_shard(parameter).clone())
+            for parameter in role.trained_parameters()
         ]
-    found: dict[str, torch.Tensor] = {}
+    adapters: dict[str, torch.Tensor] = {}
     for part in all_gather_objects(mine):
         for entry, slices, shard in part:
             for name, shape in entry.tensors.items():
-                found.setdefault(name, torch.full(shape, float("nan")))
-            scatter_shard(shard, slices, found)
-    return found
+                adapters.setdefault(name, torch.full(shape, float("nan")))
+            scatter_shard(shard, slices, adapters)
+    return adapters
 
 
 def critic_weights(trainer: Trainer, runtime: Any) -> dict[str, torch.Tensor]:
-    """The critic's trunk by the stream, its head from the last stage."""
+    """Return the trunk of the critic from the stream and its head from the last stage."""
     critic = trainer.parts.critic
     assert critic is not None
     weights = {name: tensor.clone() for name, tensor in WeightStream(critic, 1 << 20)}

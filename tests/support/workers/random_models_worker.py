@@ -1,4 +1,4 @@
-"""Builds random models, computes log-probabilities, and makes one update; see test_random_models.py.
+"""Build random models, compute log-probabilities, and apply one update; see test_random_models.py.
 
 Usage (under torchrun): random_models_worker.py CASES.json FOUND.json
 """
@@ -26,7 +26,7 @@ from megappo.types import Samples
 
 
 class SumOfLogprobs:
-    """Task of an update: minus the sum of the log-probabilities of all response tokens."""
+    """A task with minus the sum of the log-probabilities of all response tokens as the loss."""
 
     def expect(self, head: LogprobHead, batch: PackedBatch) -> None:
         head.expect(batch)
@@ -40,7 +40,7 @@ class SumOfLogprobs:
 
 
 def samples_of(case: dict[str, Any], runtime: Runtime) -> Samples:
-    """Every second sample on each of two ranks."""
+    """Return every second sample for each of two ranks."""
     mine = list(range(len(case["tokens"])))[runtime.rank :: runtime.world_size]
     return Samples(
         torch.tensor(mine),
@@ -50,7 +50,7 @@ def samples_of(case: dict[str, Any], runtime: Runtime) -> Samples:
 
 
 def run(case: dict[str, Any], runtime: Runtime) -> list[list[float]]:
-    """Log-probabilities of all samples before the update; the updated weights are saved by rank 0."""
+    """Return the log-probabilities of all samples before the update. Rank 0 saves the updated weights."""
     config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
     builder = ModelBuilder(config, derive_run(config, runtime.world_size), runtime, roles=("actor",))
     role = builder.actor()
@@ -71,9 +71,9 @@ def run(case: dict[str, Any], runtime: Runtime) -> list[list[float]]:
 
 def main() -> None:
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found = [run(case, runtime) for case in json.loads(Path(sys.argv[1]).read_text())["cases"]]
+        results = [run(case, runtime) for case in json.loads(Path(sys.argv[1]).read_text())["cases"]]
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

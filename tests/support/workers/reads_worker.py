@@ -1,4 +1,4 @@
-"""Counts what a pass through a model reads on the host; see test_host_reads.py.
+"""Count the reads on the host during a pass through a model; see test_host_reads.py.
 
 Usage (under torchrun): reads_worker.py CASE.json FOUND.json
 """
@@ -26,14 +26,14 @@ from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.process import Runtime, start_runtime
 from tests.support.workers.model_worker import Outputs, sequences
 
-# Operations whose result, or its size, is a number that a device would have to send.
+# Operations whose result or output size is a number that the host would read from a device.
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
 COPYING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 MAKING = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class Reads(TorchDispatchMode):
-    """Counts them below Python, with those of masks and of repetitions by a tensor."""
+    """Counter of reads below Python, including indices by masks and repetitions by a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Reads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        # One number put where a mask is true is `masked_fill` on a device, which needs no indices.
+        # An assignment of one number at a mask is `masked_fill` on a device, which needs no indices.
         puts_one = name.startswith("index_put") and args[2].numel() == 1
         masks = name in ("index", "index_put", "index_put_") and any(map(is_mask, args[1])) and not puts_one
         repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
@@ -56,8 +56,8 @@ def is_mask(index: torch.Tensor | None) -> bool:
 
 
 class Copies(TorchFunctionMode):
-    """Counts whole tensors that Python asks for, and copies to a device that wait for it: of numbers, and of tensors
-    that are sent there without being told not to wait. On a CPU no operation stands behind them."""
+    """Counter of complete tensors that Python reads, and of copies to a device that wait: copies of numbers, and
+    copies of tensors without `non_blocking`. A CPU executes no operation for such copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class Copies(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        moves = func in (torch.Tensor.to, torch.Tensor.cuda) and not given.get("non_blocking")
-        moves = moves and (func is torch.Tensor.cuda or any(map(names_a_device, (*args[1:], given.get("device")))))
-        makes = func in MAKING and names_a_device(given.get("device"))
+        options = kwargs or {}
+        moves = func in (torch.Tensor.to, torch.Tensor.cuda) and not options.get("non_blocking")
+        moves = moves and (func is torch.Tensor.cuda or any(map(names_a_device, (*args[1:], options.get("device")))))
+        makes = func in MAKING and names_a_device(options.get("device"))
         self.count += func in COPYING or moves or makes
-        return func(*args, **given)
+        return func(*args, **options)
 
 
 def names_a_device(argument: Any) -> bool:
@@ -79,7 +79,8 @@ def names_a_device(argument: Any) -> bool:
 
 
 def reads(model: RoleModel, layout: Layout, samples: Iterable[PlacedSample]) -> int:
-    """In forward and backward of a microbatch for each sample but one, which shares the first's."""
+    """Return the reads in forward and backward. Each sample has its own microbatch, except the second sample, which
+    shares the microbatch of the first."""
     first, second, *others = samples
     groups = [[first, second], *([sample] for sample in others)]
     with Reads() as scalars, Copies() as tensors:
@@ -90,7 +91,7 @@ def reads(model: RoleModel, layout: Layout, samples: Iterable[PlacedSample]) -> 
 
 
 def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
-    """Reads of one case on this rank."""
+    """Return the reads of one case on this rank."""
     arch = load_architecture(folder, ModelSettings(path=str(folder)))
     tp = case["tp"]
     layout = make_layouts({"actor": Cut(Grid((0, 1), tp, case["pp"], cp=case.get("cp", 1)), 1, tp > 1)}, "cpu", 120)[
@@ -104,14 +105,14 @@ def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
 
 
 def main() -> None:
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text())
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found = {
-            name: [check(case, Path(folder), runtime) for folder in asked["folders"]]
-            for name, case in asked["cases"].items()
+        counts = {
+            name: [check(case, Path(folder), runtime) for folder in request["folders"]]
+            for name, case in request["cases"].items()
         }
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sends of a pipeline stage whose neighbour is late; see test_pipeline_sends.py.
+"""Test sends of a pipeline stage whose next stage receives late; see test_pipeline_sends.py.
 
 Usage (under torchrun, 2 ranks): sends_worker.py SIZE...
 """
@@ -20,7 +20,8 @@ def content(size: int, number: int) -> torch.Tensor:
 
 
 def send_and_forget(communicator: object, sends: PipelineSends, size: int) -> None:
-    """As the interleaved schedule does: outputs are freed once their sends have begun, the last handle is dropped."""
+    """Send as in the interleaved schedule: outputs are freed after their sends have started, and the last handle is
+    dropped."""
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
     for number in range(3):
@@ -32,18 +33,18 @@ def send_and_forget(communicator: object, sends: PipelineSends, size: int) -> No
         in_its_place = [torch.full((size,), float("nan")) for _ in range(4)]
         del handles, in_its_place
     gc.collect()
-    dist.barrier()  # only now does the other one receive
+    dist.barrier()  # the other rank receives only after this barrier
     sends.finish()
 
 
 def receive(communicator: object, size: int) -> None:
     dist.barrier()
     for number in range(3):
-        found, handles = communicator.send_forward_recv_forward(  # type: ignore[attr-defined]
+        received, handles = communicator.send_forward_recv_forward(  # type: ignore[attr-defined]
             None, recv_prev=True, tensor_shape=(size,), overlap_p2p_comm=True
         )
         handles["recv_prev"].wait()
-        assert torch.equal(found.detach(), content(size, number)), f"{size} numbers, send {number}"
+        assert torch.equal(received.detach(), content(size, number)), f"{size} numbers, send {number}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Where the weights, gradients and optimizer of each role are when the stages of a step begin, as JSON.
+"""Print the locations of weights, gradients and optimizer of each role at the start of the stages of a step, as JSON.
 
 Usage: python -m tests.support.workers.storage_worker FOLDER
 """
@@ -24,69 +24,69 @@ ROLES = ("actor", "critic", "reference")
 
 
 class Probed(NoEngine):
-    """Answers anything with the same tokens, a probe too."""
+    """An engine that answers all requests, including probes, with the same tokens."""
 
     restarts = 0
 
     def generate(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, done: Any = None
     ) -> list[Completion]:
-        """Three tokens, then the end."""
+        """Return three tokens and the end."""
         return [Completion((5, 6, 7), (-1.0, -1.0, -1.0), True, self.version) for _ in requests]
 
     def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """Of one server."""
+        """Return the answer of one server."""
         return {0: self.generate([request], params)[0]}
 
     def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
-        """Any gap will do."""
+        """Accept any gap."""
         return max(gaps.values())
 
     def sync_phases(self) -> dict[str, float]:
-        """None are told."""
+        """Return no phases."""
         return {}
 
     def sleep(self) -> None:
-        """It holds nothing."""
+        """Do nothing."""
 
 
 class Watching(Reporter):
-    """Notes what is on the device when a stage begins."""
+    """A reporter that records the tensors on the device at the start of a stage."""
 
     parts: ClassVar[RunComponents | None] = None
     seen: ClassVar[list[tuple[str, list[str]]]] = []
 
     def stage(self, name: str, waits_for: str = "") -> AbstractContextManager[Lap]:
-        """The stage."""
+        """Record the tensors and start the stage."""
         if self.parts is not None:
             self.seen.append((name, on_device(self.parts)))
         return super().stage(name, waits_for)
 
 
 def on_device(parts: RunComponents) -> list[str]:
-    """Parts of roles that have not left: what is away has no bytes there."""
+    """Return the parts of roles that are on the device. Offloaded parts have no bytes on the device."""
     reference = parts.reference
     assert isinstance(reference, LocalRole)
     roles = {role.placement.name: role.optimizer.tensors() for role in parts.trained if isinstance(role, TrainedRole)}
     assert len(roles) == 2
     roles["reference"] = RoleTensors(weights=reference.parameters)
-    found = []
+    names = []
     for role, tensors in roles.items():
         kinds = {"weights": tensors.weights, "gradients": tensors.gradients, "optimizer": tensors.optimizer}
-        found += [
-            f"{role}'s {kind}" for kind, given in kinds.items() if any(t.untyped_storage().nbytes() for t in given())
+        names += [
+            f"{role}'s {kind}" for kind, read in kinds.items() if any(t.untyped_storage().nbytes() for t in read())
         ]
-    return found
+    return names
 
 
 def main(folder: str) -> None:
-    """Two steps with everything offloaded."""
+    """Train two steps with all roles offloaded."""
     place = Place("cpu", True, folder)
     content = settings(place, model_folder(place, "0.6B"), Size(4, 8, 8), "float32")
     content["rollout"] |= {"engine": f"{Probed.__module__}:Probed"}
     content["algorithm"] |= {"kl_in_reward": {"coef": 0.01}}
-    words = [f"{role}.offload=true" for role in ROLES]
-    with trainer(make_config(place, content, words), Watching) as t:
+    overrides = [f"{role}.offload=true" for role in ROLES]
+    with trainer(make_config(place, content, overrides), Watching) as t:
         Watching.parts = t.parts
         t.sync_weights()
         for t.step in (1, 2):

@@ -1,4 +1,5 @@
-"""Counts a rank's connections to the store while it listens to signals and is watched; see test_exchange.py."""
+"""Count the connections of a rank to the store while the rank listens to signals and the watchdog runs; see
+test_exchange.py."""
 
 from __future__ import annotations
 

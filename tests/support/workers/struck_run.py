@@ -1,10 +1,10 @@
-"""A run from the command line whose SGLang servers are killed on the way.
+"""A run of the command line whose SGLang servers are killed during the run.
 
-Usage (under torchrun, one process): struck_run.py PLAN.json, which has
+Usage (under torchrun, one process): struck_run.py PLAN.json with
 - `arguments` of the command line,
-- `strikes`, a list of [place, number, seconds]: at the `number`th time of `sync` (a bucket that is loaded), of
-  `restart` (a wait for a server that starts again) or of `rollout` (a request to generate) the newest server gets
-  SIGKILL after so many seconds.
+- `strikes`, a list of [place, number, seconds]. The newest server receives SIGKILL after `seconds` seconds, counted
+  from the `number`th `sync` (a bucket is loaded), `restart` (a wait for a restarted server) or `rollout` (a request to
+  generate).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def strike(seconds: float) -> None:
 
     if seconds:
         timer = threading.Timer(seconds, kill)
-        timer.daemon = True  # no strike after the run
+        timer.daemon = True  # the timer must not outlive the run
         timer.start()
     else:
         kill()
@@ -61,8 +61,8 @@ def arm(strikes: list[tuple[str, int, float]]) -> None:
 
     start, wait, load, post = fleet.start_server, Server.wait_ready, SyncRun.load, ClientSession.post
 
-    def start_server(*given: Any, **named: Any) -> Server:
-        servers.append(start(*given, **named))
+    def start_server(*arguments: Any, **named: Any) -> Server:
+        servers.append(start(*arguments, **named))
         return servers[-1]
 
     def wait_ready(self: Server) -> None:
@@ -74,10 +74,10 @@ def arm(strikes: list[tuple[str, int, float]]) -> None:
         note("sync")
         load(self, payloads)
 
-    def send(self: ClientSession, url: str, **given: Any) -> Any:
+    def send(self: ClientSession, url: str, **arguments: Any) -> Any:
         if url.endswith("/generate"):
             note("rollout")
-        return post(self, url, **given)
+        return post(self, url, **arguments)
 
     changes: list[tuple[Any, str, Callable[..., Any]]] = [
         (fleet, "start_server", start_server), (Server, "wait_ready", wait_ready), (SyncRun, "load", load_bucket),

@@ -1,4 +1,4 @@
-"""Plain models of Megatron-Core and ours hand each other checkpoints; see test_torch_dist.py.
+"""Exchange checkpoints between plain models of Megatron-Core and models of megappo; see test_torch_dist.py.
 
 Usage (under torchrun): torch_dist_worker.py CASES.json FOUND.json
 """
@@ -46,14 +46,14 @@ VALUE_HEAD_STD = 0.5
 
 @dataclass(frozen=True)
 class Plain:
-    """A model of Megatron-Core's own layers and groups, with what it is cut into."""
+    """A model with layers and groups of Megatron-Core, and its parallel sizes."""
 
     model: GPTModel
     tp: int
     pp: int
 
     def logits(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, V) and the hidden states (T, H) that they are made of, on every rank."""
+        """Return (T, V) logits and (T, H) hidden states before the output layer on every rank."""
         hidden: list[Tensor] = []
         hook = self.model.decoder.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
         positions = torch.arange(len(tokens))[None]
@@ -77,7 +77,7 @@ class Plain:
         return output[0], hidden[0][:, 0]
 
     def logprobs(self, tokens: list[Tensor], vocab: int) -> tuple[Tensor, Tensor]:
-        """(N, 1) of everything but the first tokens, and the hidden states (N, H) before them."""
+        """Return (N, 1) log-probabilities of every token except the first, and the hidden states (N, H) before them."""
         rows, states = [], []
         for sequence in tokens:
             logits, hidden = self.logits(sequence)
@@ -87,7 +87,7 @@ class Plain:
 
 
 def plain_model(config: Any, case: dict[str, Any]) -> Plain:
-    """As a user of Megatron-Core builds it, from transformers' configuration."""
+    """Build the model with Megatron-Core from the configuration of transformers."""
     tp, pp, ep = (case.get(name, 1) for name in ("tp", "pp", "ep"))
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
@@ -127,7 +127,7 @@ def plain_model(config: Any, case: dict[str, Any]) -> Plain:
         **of_experts,
     )
     layer = get_gpt_layer_local_spec(experts, qk_layernorm=True, normalization="RMSNorm")
-    if case.get("plain_norms"):  # as Transformer Engine's layers with experts name it
+    if case.get("plain_norms"):  # the name in layers with experts of Transformer Engine
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     model = GPTModel(
         settings,
@@ -145,7 +145,7 @@ def plain_model(config: Any, case: dict[str, Any]) -> Plain:
 
 
 def draw(plain: Plain) -> None:
-    """Weights that differ wherever they may: ranks that share a parameter have parts of their own."""
+    """Draw random weights. Ranks with different parts of a parameter have different numbers."""
     for name, parameter in plain.model.named_parameters():
         own = plain.pp > 1 or ".experts." in name
         own |= plain.tp > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
@@ -157,7 +157,7 @@ def draw(plain: Plain) -> None:
 
 
 def arguments_of(config: Any, case: dict[str, Any]) -> Namespace:
-    """Some of those that Megatron-LM keeps."""
+    """Return some of the arguments in checkpoints of Megatron-LM."""
     return Namespace(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -174,7 +174,7 @@ def arguments_of(config: Any, case: dict[str, Any]) -> Namespace:
 
 
 def save(plain: Plain, root: Path, case: dict[str, Any]) -> None:
-    """What Megatron-LM's folder of one iteration holds, an optimizer's and random states among it."""
+    """Write a Megatron-LM folder of one iteration, with optimizer and random states."""
     folder = root / "iter_0000100"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
@@ -199,8 +199,8 @@ def plain_config(case: dict[str, Any]) -> Any:
 
 
 def load(plain: Plain, folder: Path) -> tuple[list[str], list[str]]:
-    """Fill a plain model from a checkpoint; names that the checkpoint lacks, and that the model does, but for what only
-    float8 layers keep."""
+    """Load a plain model from a checkpoint. Return the names that are missing in the checkpoint, and the unused
+    names, without the extra states of float8 layers."""
     for parameter in plain.model.parameters():
         parameter.data.fill_(float("nan"))
     state, unused, missing = dist_checkpointing.load(plain.model.sharded_state_dict(), str(folder), strict="return_all")
@@ -211,7 +211,8 @@ def load(plain: Plain, folder: Path) -> tuple[list[str], list[str]]:
 def ours(
     root: Path, role: str, arch: ArchitectureConfig, runtime: Runtime, cut: dict[str, Any]
 ) -> tuple[Tensor, RoleModel] | None:
-    """What our model, begun from a checkpoint on another layout, says of the tokens; None on ranks without it."""
+    """Return the output of the megappo model from a checkpoint on another layout, and the model. Ranks without the
+    output return None."""
     grid = Grid((0, 1), cut.get("tp", 1), cut.get("pp", 1), cut.get("ep", 1))
     layout = make_layouts({role: Cut(grid, 1, cut.get("sp", False))}, "cpu", 120)[role]
     assert isinstance(layout, Layout)
@@ -224,15 +225,15 @@ def ours(
     return None if output is None else (output, model)
 
 
-def difference(found: Tensor | None, truth: Tensor) -> float:
-    """On every rank, the largest difference on the rank that has the output."""
-    own = torch.tensor([0.0 if found is None else float((found - truth).abs().max())])
+def difference(output: Tensor | None, truth: Tensor) -> float:
+    """Return on every rank the largest difference on the rank with the output."""
+    own = torch.tensor([0.0 if output is None else float((output - truth).abs().max())])
     dist.all_reduce(own, dist.ReduceOp.MAX)
     return float(own)
 
 
 def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
-    """Differences of one case, both ways."""
+    """Return the differences of one case in both directions."""
     folder, root = Path(case["folder"]), Path(case["root"])
     arch = read_architecture(folder)
     tokens = sequences(arch.vocab_size)
@@ -243,7 +244,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     actor = ours(root / "plain", "actor", arch, runtime, case["other"])
     critic = ours(root / "plain", "critic", arch, runtime, case["other"])
     values = hidden @ critic[1].chunks[-1].output_layer.weight.detach().T if critic is not None else hidden
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "actor": difference(actor[0] if actor is not None else None, logprobs),
         "critic": difference(critic[0] if critic is not None else None, values),
         "largest": float(logprobs.abs().max()),
@@ -253,20 +254,22 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
         write_torch_dist(root / "ours", arch, source, torch.float32, role="actor", step=7)
     dist.barrier()
     names = load(plain, root / "ours/release")
-    found |= {"missing": names[0], "unused": names[1]}
-    found["plain"] = difference(plain.logprobs(tokens, arch.vocab_size)[0], expected(folder, tokens))
-    return found
+    results |= {"missing": names[0], "unused": names[1]}
+    results["plain"] = difference(plain.logprobs(tokens, arch.vocab_size)[0], expected(folder, tokens))
+    return results
 
 
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     fix_router()
     writer: Any = filesystem_async
-    writer._results_queue = queue.Queue()  # Megatron's own is served by a process that imports all of this anew
+    writer._results_queue = (
+        queue.Queue()
+    )  # the queue of Megatron is served by a process that would import everything again
     with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        found = {name: check(case, runtime) for name, case in cases.items()}
+        results = {name: check(case, runtime) for name, case in cases.items()}
         if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(found))
+            Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs a command as rank 0 and rank 1 on two virtual machines, each with its own network, host name and /etc/hosts:
+# Run a command on two virtual machines as rank 0 and rank 1. Networks, host names and /etc/hosts are separate:
 #   unshare --net --mount --uts two_nodes.sh FOLDER COMMAND ...
-# As Ubuntu does, each machine resolves its own name to 127.0.1.1, and the other one's to the network between them.
+# Each machine resolves its own name to 127.0.1.1, which is the default of Ubuntu. The name of the other machine
+# resolves to an address in their common network.
 set -euo pipefail
 folder=$1
 if [ -z "${RANK:-}" ]; then
