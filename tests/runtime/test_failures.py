@@ -125,7 +125,7 @@ def test_torchrun_receives_the_error_on_every_rank(tmp_path: Path) -> None:
     first, second = ends(tmp_path, raised_by_rank_0, under_torchrun=True)
     assert (first.code, second.code) == (1, 1)
     assert first.torchrun_message == "megappo: error: the disk is full; make room"
-    assert second.told == "megappo: error on rank 0: the disk is full; make room"
+    assert second.torchrun_message == "megappo: error on rank 0: the disk is full; make room"
     assert "error" not in first.stderr + second.stderr
 
 
