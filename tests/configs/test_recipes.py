@@ -42,7 +42,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipe_fits_the_machine_in_its_comment(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_fits_the_machine_in_the_comment(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output also recommends `--signal` with the lead time of the stop, which must be in the command of the
     recipe."""
     assert main(head_command(path, "megappo")[1:]) == 0

@@ -25,7 +25,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
-def test_configuration_fits_its_machine(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_fits_the_machine(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()
     assert main(head_command(path, "megappo")[1:]) == 0
     assert time.perf_counter() - start < 10

@@ -106,7 +106,7 @@ def test_common_operations_are_in_one_file() -> None:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_megatron_is_prepared_before_it_is_imported() -> None:
+def test_megatron_is_prepared_before_import() -> None:
     """Megatron is prepared by every first import of megappo. Otherwise Megatron prints warnings at each start."""
     program = "from megappo.runtime.heap import collections_put_off\n"
     program += "with collections_put_off(): import megappo.checkpoint, megappo.ppo.run"

@@ -157,7 +157,7 @@ def test_event_files_of_finished_parts_are_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "code"), [(3, 0), (4, 1)])
-def test_failed_test_that_then_passes_is_unsteady(tmp_path: Path, count: int, code: int) -> None:
+def test_failure_with_successful_rerun_is_unsteady(tmp_path: Path, count: int, code: int) -> None:
     exit_code, output = suite(tmp_path, steady=STEADY, unsteady=UNSTEADY.format(count=count))
     assert exit_code == code
     assert f"{1 + count} passed, 0 failed, 1 skipped" in output

@@ -189,7 +189,7 @@ def test_exported_cdpath_has_no_effect() -> None:
     assert done.stdout == f"{ROOT}\n"
 
 
-def find_python(machine: Machine, **settings: str) -> str:
+def selected(machine: Machine, **settings: str) -> str:
     """Return the output of `find_python full` if PATH contains only the interpreters of the machine."""
     tools = machine.folder / "tools"
     tools.mkdir(exist_ok=True)
@@ -209,24 +209,22 @@ def test_inactive_interpreters_are_used(machine: Machine) -> None:
     error."""
     home = machine.folder
     (home / "bin" / "python3.12").unlink()
-    assert find_python(machine) == f"{home}/bin/python3.11"
+    assert selected(machine) == f"{home}/bin/python3.11"
     of_uv = home / ".local/share/uv/python/cpython-3.12.2-linux/bin/python3.12"
     machine.add_python(of_uv)
-    assert find_python(machine) == str(of_uv)
+    assert selected(machine) == str(of_uv)
     for number in (4, 10):
         machine.add_python(home / "pyenv" / "versions" / f"3.12.{number}" / "bin" / "python3.12")
     of_pyenv = str(home / "pyenv" / "versions" / "3.12.10" / "bin" / "python3.12")
-    assert find_python(machine, PYENV_ROOT=str(home / "pyenv"), UV_PYTHON_INSTALL_DIR=str(home)) == of_pyenv
-    assert find_python(machine, MEGAPPO_PYTHON_VERSION="3.11") == f"{home}/bin/python3.11"
-    assert "MEGAPPO_PYTHON_VERSION is '3.10', must be 3.11 or 3.12" in find_python(
-        machine, MEGAPPO_PYTHON_VERSION="3.10"
-    )
+    assert selected(machine, PYENV_ROOT=str(home / "pyenv"), UV_PYTHON_INSTALL_DIR=str(home)) == of_pyenv
+    assert selected(machine, MEGAPPO_PYTHON_VERSION="3.11") == f"{home}/bin/python3.11"
+    assert "MEGAPPO_PYTHON_VERSION is '3.10', must be 3.11 or 3.12" in selected(machine, MEGAPPO_PYTHON_VERSION="3.10")
     (home / "bin" / "python3.11").unlink()
-    output = find_python(machine, UV_PYTHON_INSTALL_DIR=str(home))
+    output = selected(machine, UV_PYTHON_INSTALL_DIR=str(home))
     assert "no Python 3.12 or 3.11 with its venv module found; install one, or set MEGAPPO_PYTHON" in output
 
 
-def test_environment_that_others_can_change_is_refused(machine: Machine) -> None:
+def test_environment_with_foreign_write_access_is_refused(machine: Machine) -> None:
     """The user can allow such environments. Other users cannot write to built environments, for any umask."""
     clone, cache = machine.clone("one"), machine.folder / "cache"
     before = os.umask(0o002)
@@ -317,13 +315,11 @@ def test_quickstart_runs_on_one_gpu(machine: Machine, gpus: int, visible: str | 
     smi = machine.folder / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\n" + "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n" * gpus)
     smi.chmod(0o755)
-    variables: dict[str, Any] = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    output, _ = machine.start(clone, then="exec bash launch/quickstart.sh run.steps=3", **variables).communicate(
-        timeout=60
-    )
-    arguments = output.splitlines()
+    extra: dict[str, Any] = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    text, _ = machine.start(clone, then="exec bash launch/quickstart.sh run.steps=3", **extra).communicate(timeout=60)
+    arguments = text.splitlines()
     split = ["actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1"]
-    assert arguments[arguments.index("train") - 1] == str(processes) and "run.steps=3" in arguments, output
+    assert arguments[arguments.index("train") - 1] == str(processes) and "run.steps=3" in arguments, text
     assert [w for w in split if w in arguments] == (split if processes == 1 else [])
 
 
@@ -334,11 +330,9 @@ def test_command_runs_from_any_folder(machine: Machine, tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "run.yaml").write_text("rollout: {engine: sglang}\n")
     (tmp_path / "bin" / "megappo").symlink_to(clone / "launch" / "megappo")
-    for arguments in (["plan", "run.yaml", "run.name=a b"], ["train", "run.yaml", "run.name=a b"]):
-        done = machine.start(clone, then=f'cd "{elsewhere}"; exec megappo {shlex.join(arguments)}').communicate(
-            timeout=60
-        )
-        assert done[0].splitlines()[-7:] == [str(elsewhere), str(clone), "-m", "megappo", *arguments], done
+    for parts in (["plan", "run.yaml", "run.name=a b"], ["train", "run.yaml", "run.name=a b"]):
+        done = machine.start(clone, then=f'cd "{elsewhere}"; exec megappo {shlex.join(parts)}').communicate(timeout=60)
+        assert done[0].splitlines()[-7:] == [str(elsewhere), str(clone), "-m", "megappo", *parts], done
     built = [line.split()[2] for line in machine.builds.read_text().splitlines()]
     assert built == ["light", "full"], "a plan must not need SGLang"
 
@@ -405,7 +399,7 @@ def test_login_node_builds_environment_for_gpu_nodes(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "sentence"),
+    ("options", "variables", "sentence"),
     [
         (["build", "--wheels", "missing"], {}, "--wheels is 'missing', must be a folder with wheels"),
         (["build", "--wheels"], {}, "--wheels is '', must be a folder with wheels"),
@@ -414,10 +408,10 @@ def test_login_node_builds_environment_for_gpu_nodes(machine: Machine) -> None:
         ([], {}, "usage: launch/environment.sh build"),
     ],
 )
-def test_wrong_arguments_of_a_build(
-    machine: Machine, arguments: list[str], variables: dict[str, str], sentence: str
+def test_wrong_options_of_a_build(
+    machine: Machine, options: list[str], variables: dict[str, str], sentence: str
 ) -> None:
-    done = machine.run(machine.clone("one"), *arguments, **variables)
+    done = machine.run(machine.clone("one"), *options, **variables)
     assert done.returncode == 2 and sentence in done.stderr and not machine.builds.read_text()
 
 

@@ -20,7 +20,7 @@ case "$*" in
     *) echo "JobId=7 JobState=RUNNING NodeName=localhost" ;;
 esac
 """
-WRITE_ARGUMENTS = 'for word in "$@"; do echo "$word"; done >>"$ARGUMENTS"'
+WRITE_ARGS = 'for word in "$@"; do echo "$word"; done >>"$ARGS"'
 ALL_WELL = 'for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done'
 
 
@@ -28,7 +28,7 @@ class Site:
     """A folder with test programs that come first in PATH, and a job on two nodes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.arguments_file = folder, folder / "words"
+        self.folder, self.args_file = folder, folder / "words"
         (folder / "bin").mkdir()
         self.program("scontrol", SCONTROL)
 
@@ -37,18 +37,14 @@ class Site:
         path.write_text(f"#!/usr/bin/env bash\n{script}\n")
         path.chmod(0o755)
 
-    def sbatch(self, *arguments: str, script: str = "ppo.sbatch", **settings: str) -> subprocess.CompletedProcess[str]:
+    def sbatch(self, *args: str, script: str = "ppo.sbatch", **settings: str) -> subprocess.CompletedProcess[str]:
         """Run the batch script like SLURM on the first node."""
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-        job |= {
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "MEGAPPO_LOGS": str(self.folder / "logs"),
-            "ARGUMENTS": str(self.arguments_file),
-        }
+        job |= {"SLURM_SUBMIT_DIR": str(ROOT), "MEGAPPO_LOGS": str(self.folder / "logs"), "ARGS": str(self.args_file)}
         job |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_DOCTOR": "no"}
         job |= {"MEGAPPO_CACHE": str(self.folder / "cache")}  # errors must not change other environments
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGAPPO_"))}
-        command = ["bash", str(ROOT / "launch" / "slurm" / script), *arguments]
+        command = ["bash", str(ROOT / "launch" / "slurm" / script), *args]
         return subprocess.run(
             command, env=environment | job | settings, capture_output=True, text=True, timeout=60, check=False
         )
@@ -63,19 +59,19 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_pyxis(site: Site) -> None:
-    site.program("srun", f"{WRITE_ARGUMENTS}; {ALL_WELL}")
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
     gpus = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96"}
     done = site.sbatch(
         "a.yaml", "run.name=two words", MEGAPPO_CONTAINER="nvcr#img:1", MEGAPPO_CONTAINER_MOUNTS="/data:/data", **gpus
     )
     assert done.returncode == 0, done.stderr
-    arguments = site.arguments_file.read_text().splitlines()
+    args = site.args_file.read_text().splitlines()
     logs = site.folder / "logs" / "7" / "attempt-0"
-    assert arguments[:11] == [
+    assert args[:11] == [
         "--job-name", "train", "--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1",
         "--cpus-per-task", "12",
     ]  # fmt: skip
-    assert arguments[11:] == [
+    assert args[11:] == [
         "--gpu-bind=none", "--container-image=nvcr#img:1",
         f"--container-mounts={ROOT}:{ROOT},{logs}:{logs},/data:/data", f"--container-workdir={ROOT}",
         "bash", f"{ROOT}/launch/slurm/rank.sh", "train", "a.yaml", "run.name=two words",
@@ -85,14 +81,14 @@ def test_pyxis(site: Site) -> None:
 def test_apptainer(site: Site) -> None:
     """The ranks run in the image, and write logs and exit codes outside of the image."""
     site.program("srun", 'while [ "$1" != apptainer ]; do shift; done; SLURM_PROCID=0 exec "$@"')
-    site.program("apptainer", f'{WRITE_ARGUMENTS}\nwhile [ "$1" != /images/a.sif ]; do shift; done; shift; exec "$@"')
+    site.program("apptainer", f'{WRITE_ARGS}\nwhile [ "$1" != /images/a.sif ]; do shift; done; shift; exec "$@"')
     site.program("python", 'echo "python $*"')
     settings = {"MEGAPPO_CONTAINER": "/images/a.sif", "MEGAPPO_CONTAINER_RUNTIME": "apptainer"}
     done = site.sbatch("a.yaml", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NUM_NODES="1", **settings)
     assert done.returncode == 0, done.stderr
-    arguments = site.arguments_file.read_text().splitlines()
-    assert arguments[:2] == ["exec", "--bind"]
-    assert arguments[3:7] == ["--pwd", str(ROOT), "--nv", "/images/a.sif"]
+    args = site.args_file.read_text().splitlines()
+    assert args[:2] == ["exec", "--bind"]
+    assert args[3:7] == ["--pwd", str(ROOT), "--nv", "/images/a.sif"]
     assert site.log("train/rank-0.log") == "python -m megappo train a.yaml\n"
     assert site.log("train/exit-0") == "0\n"
 
@@ -143,11 +139,11 @@ def test_conda(site: Site) -> None:
     ],
 )
 def test_wrong_settings(site: Site, settings: dict[str, str], message: str) -> None:
-    site.program("srun", f"{WRITE_ARGUMENTS}; {ALL_WELL}")
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
     done = site.sbatch("a.yaml", **settings)
     assert done.returncode == 2
     assert message in done.stderr
-    assert not site.arguments_file.exists()
+    assert not site.args_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -169,15 +165,12 @@ def test_wrong_settings(site: Site, settings: dict[str, str], message: str) -> N
 )
 def test_ranks_per_node(site: Site, settings: dict[str, str], ranks: int, warning: str) -> None:
     """A torchrun job with one task per node starts one rank per GPU. GPUs without a rank are reported."""
-    site.program("srun", f"{WRITE_ARGUMENTS}; {ALL_WELL}")
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
     done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable, **settings)
-    arguments = site.arguments_file.read_text().splitlines()
-    of_node = arguments[arguments.index("--ntasks-per-node") + 1]
+    args = site.args_file.read_text().splitlines()
+    of_node = args[args.index("--ntasks-per-node") + 1]
     if settings.get("MEGAPPO_LAUNCHER") == "torchrun":
-        assert of_node == "1" and arguments[arguments.index(str(ROOT / "launch/slurm/node.sh")) + 1 :][:2] == [
-            "2",
-            str(ranks),
-        ]
+        assert of_node == "1" and args[args.index(str(ROOT / "launch/slurm/node.sh")) + 1 :][:2] == ["2", str(ranks)]
     else:
         assert of_node == str(ranks)
     assert warning in done.stderr and ("megappo: warning" in done.stderr) == bool(warning)
@@ -221,23 +214,23 @@ def test_engine_reads_the_site_file(site: Site, tmp_path: Path, has_file: bool) 
 
 
 def test_torchrun_of_a_node_ignores_scheduler_options(site: Site, tmp_path: Path) -> None:
-    site.program("python-of-mine", 'env | grep ^PET_ >"$ARGUMENTS" || echo none >"$ARGUMENTS"')
+    site.program("python-of-mine", 'env | grep ^PET_ >"$ARGS" || echo none >"$ARGS"')
     variables = {
         "MEGAPPO_PYTHON": str(site.folder / "bin/python-of-mine"), "MEGAPPO_RANK_LOGS": str(tmp_path),
-        "SLURM_NODEID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ARGUMENTS": str(site.arguments_file),
+        "SLURM_NODEID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ARGS": str(site.args_file),
         "PET_STANDALONE": "1", "PET_NNODES": "2",
     }  # fmt: skip
     command = ["bash", str(ROOT / "launch/slurm/node.sh"), "1", "1", "train", "a.yaml"]
     subprocess.run(command, env=os.environ | variables, timeout=60, check=False)
-    assert site.arguments_file.read_text() == "none\n"
+    assert site.args_file.read_text() == "none\n"
 
 
 def test_doctor_error_ends_the_job_before_training(site: Site) -> None:
-    site.program("srun", f"{WRITE_ARGUMENTS}\nexit 1")
+    site.program("srun", f"{WRITE_ARGS}\nexit 1")
     done = site.sbatch("a.yaml", MEGAPPO_DOCTOR="yes", MEGAPPO_PYTHON=sys.executable)
     assert done.returncode == 2
     assert "megappo doctor found something broken; see" in done.stderr
-    assert site.arguments_file.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
+    assert site.args_file.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
 
 
 def run_until_ranks_end(site: Site, *ranks: tuple[int, int, str]) -> subprocess.CompletedProcess[str]:
@@ -268,13 +261,13 @@ ENGINES = """
 case "$*" in
     *"engine.sh describe"*) echo "$DESCRIBED" ;;
     *"engine.sh serve"*)
-        echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$ARGUMENTS"
-        echo "listening at ${MEGAPPO_ENGINE_HOST:-$MEGAPPO_ENGINE_ADDRESSES}" >>"$ARGUMENTS"
+        echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$ARGS"
+        echo "listening at ${MEGAPPO_ENGINE_HOST:-$MEGAPPO_ENGINE_ADDRESSES}" >>"$ARGS"
         if [ -n "${DEAD:-}" ]; then echo "out of memory" >"$MEGAPPO_RANK_LOGS/engine-0.log"; exit 1; fi
         while [ ! -e "$MEGAPPO_RANK_LOGS/stopping" ]; do sleep 0.1; done
         ;;
     *)
-        if [ -n "${DEAD:-}" ]; then while [ ! -e "$ARGUMENTS.stopped" ]; do sleep 0.1; done; exit 1; fi
+        if [ -n "${DEAD:-}" ]; then while [ ! -e "$ARGS.stopped" ]; do sleep 0.1; done; exit 1; fi
         for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done
         ;;
 esac
@@ -284,9 +277,9 @@ GPUS |= {"MEGAPPO_PYTHON": sys.executable}
 
 
 def engine_site(site: Site) -> None:
-    site.program("srun", f"{WRITE_ARGUMENTS}\n{ENGINES}")
+    site.program("srun", f"{WRITE_ARGS}\n{ENGINES}")
     site.program("squeue", 'echo "7.2 train"')
-    site.program("scancel", 'echo "scancel $*" >>"$ARGUMENTS"; touch "$ARGUMENTS.stopped"')
+    site.program("scancel", 'echo "scancel $*" >>"$ARGS"; touch "$ARGS.stopped"')
 
 
 def test_engines_share_the_gpus_of_a_node(site: Site) -> None:
@@ -294,21 +287,19 @@ def test_engines_share_the_gpus_of_a_node(site: Site) -> None:
     engine_site(site)
     done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", **GPUS)
     assert done.returncode == 0, done.stderr
-    arguments = site.arguments_file.read_text().splitlines()
-    urls = next(argument for argument in arguments if argument.startswith("rollout.sglang.urls=['http"))
-    ports = next(line for line in arguments if line.startswith("ports ")).split()
+    args = site.args_file.read_text().splitlines()
+    urls = next(argument for argument in args if argument.startswith("rollout.sglang.urls=['http"))
+    ports = next(line for line in args if line.startswith("ports ")).split()
     assert ports[-2:] == ["key", "64"] and len(set(ports[1:-2])) == 4
     listed = "".join(f"'http://localhost:{port}'," for port in ports[1:-2])
     assert urls == f"rollout.sglang.urls=[{listed}]"
-    assert {"listening at 127.0.0.1 ", "listening at ::1 "} & set(arguments), (
-        "engines must listen at the address of localhost"
-    )
-    start = arguments.index("engines")
-    assert arguments[start - 3 : start + 11] == [
+    assert {"listening at 127.0.0.1 ", "listening at ::1 "} & set(args), "engines must listen at localhost"
+    start = args.index("engines")
+    assert args[start - 3 : start + 11] == [
         "--relative", "2", "--job-name", "engines", "--nodes", "1", "--ntasks", "4", "--ntasks-per-node", "4",
         "--distribution=block", "--kill-on-bad-exit=1", "--cpus-per-task", "24",
     ]  # fmt: skip
-    assert arguments[arguments.index("train") - 3 : arguments.index("train")] == ["--relative", "0", "--job-name"]
+    assert args[args.index("train") - 3 : args.index("train")] == ["--relative", "0", "--job-name"]
     assert "16 ranks on 2 of the nodes, 4 engines on localhost" in done.stdout
 
 
@@ -319,14 +310,12 @@ def test_engine_runs_on_several_nodes(site: Site) -> None:
     settings = GPUS | {"MEGAPPO_ENGINE_NODES": "2", "SLURM_JOB_NUM_NODES": "4", "DESCRIBED": "2 8 8 96"}
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
     assert done.returncode == 0, done.stderr
-    arguments = site.arguments_file.read_text().splitlines()
-    ports = next(line for line in arguments if line.startswith("ports ")).split()
-    assert (
-        f"rollout.sglang.urls=['http://localhost:{ports[1]}',]" in arguments and "rollout.sglang.nodes=1" in arguments
-    )
+    args = site.args_file.read_text().splitlines()
+    ports = next(line for line in args if line.startswith("ports ")).split()
+    assert f"rollout.sglang.urls=['http://localhost:{ports[1]}',]" in args and "rollout.sglang.nodes=1" in args
     assert len(ports) == 4
-    start = arguments.index("engines")
-    assert arguments[start + 1 : start + 7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
+    start = args.index("engines")
+    assert args[start + 1 : start + 7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
 
 
 @pytest.mark.parametrize(
@@ -362,11 +351,8 @@ def test_heterogeneous_job_places_steps_by_component(site: Site) -> None:
     settings = GPUS | het | {"MEGAPPO_ENGINE_NODES": "", "SLURM_JOB_NUM_NODES": "2", "DESCRIBED": "1 8 8 96"}
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
     assert done.returncode == 0, done.stderr
-    arguments = site.arguments_file.read_text().splitlines()
-    assert (
-        arguments[arguments.index("engines") - 2] == "--het-group=1"
-        and arguments[arguments.index("train") - 2] == "--het-group=0"
-    )
+    args = site.args_file.read_text().splitlines()
+    assert args[args.index("engines") - 2] == "--het-group=1" and args[args.index("train") - 2] == "--het-group=0"
 
 
 def test_end_of_engines_stops_the_trainers(site: Site) -> None:
@@ -375,7 +361,7 @@ def test_end_of_engines_stops_the_trainers(site: Site) -> None:
     assert done.returncode == 1
     assert "the step of the engines ended (exit code 1), so the trainers are stopped" in done.stderr
     assert "out of memory" in done.stderr
-    assert "scancel --signal=TERM 7.2" in site.arguments_file.read_text()
+    assert "scancel --signal=TERM 7.2" in site.args_file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -403,13 +389,13 @@ def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], message
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **({"DESCRIBED": "1 2 8 96"} | GPUS | settings))
     assert done.returncode == 2
     assert message in done.stderr
-    assert "train" not in (site.arguments_file.read_text().splitlines() if site.arguments_file.exists() else [])
+    assert "train" not in (site.args_file.read_text().splitlines() if site.args_file.exists() else [])
 
 
-def torchrun(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+def torchrun(*args: str, **variables: str) -> subprocess.Popen[str]:
     environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"} | variables
     return subprocess.Popen(
-        ["bash", "launch/torchrun.sh", *arguments],
+        ["bash", "launch/torchrun.sh", *args],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -436,9 +422,9 @@ def test_runs_of_two_users_have_different_ids(site: Site) -> None:
     """Two runs of one user have different IDs. The same command has the same ID on all machines."""
     site.program("python", 'while [ "$1" != --rdzv-id ]; do shift; done; echo "$2"')
 
-    def name(user: str, *arguments: str) -> str:
+    def name(user: str, *args: str) -> str:
         site.program("id", f"echo {user}")
-        line = ("--nodes", "2", "--head", "node1:29500", "8", "train", *arguments)
+        line = ("--nodes", "2", "--head", "node1:29500", "8", "train", *args)
         path = {
             "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
             "MEGAPPO_PYTHON": str(site.folder / "bin/python"),
@@ -464,7 +450,7 @@ def test_torchrun_ignores_pet_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("args", "message"),
     [
         ((), "the processes per machine are ''"),
         (("--nodes", "2", "8", "train"), "--head is '', must be HOST:PORT"),
@@ -473,8 +459,8 @@ def test_torchrun_ignores_pet_variables(tmp_path: Path) -> None:
         (("train", "a.yaml"), "the processes per machine are 'train'"),
     ],
 )
-def test_torchrun_usage(arguments: tuple[str, ...], message: str) -> None:
-    process = torchrun(*arguments)
+def test_torchrun_usage(args: tuple[str, ...], message: str) -> None:
+    process = torchrun(*args)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert message in errors
@@ -491,10 +477,10 @@ def test_ranks_receive_end_time_of_slurm_job(site: Site, end: str, variables: di
     )
     site.program("scontrol", f"{shown}\n{SCONTROL}")
     two_ranks = ALL_WELL.replace("15", "1")
-    site.program("srun", f'echo "end: $SLURM_JOB_END_TIME" >>"$ARGUMENTS"\n{two_ranks}')
+    site.program("srun", f'echo "end: $SLURM_JOB_END_TIME" >>"$ARGS"\n{two_ranks}')
     done = site.sbatch("some.yaml", MEGAPPO_PYTHON=sys.executable, **variables)
     assert done.returncode == 0, done.stderr
-    assert site.arguments_file.read_text() == f"end: {expected}\n"
+    assert site.args_file.read_text() == f"end: {expected}\n"
 
 
 def test_record_of_a_job_contains_no_secret(site: Site) -> None:

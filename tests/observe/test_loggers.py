@@ -115,7 +115,7 @@ def begin(folder: Path, **options: Any) -> MetricsLog:
     return MetricsLog(folder, "r", {}, tensorboard=False, wandb_project="p", wandb_run=options)
 
 
-def test_resumed_run_keeps_its_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_the_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run uses the same ID, and a new run a new ID. An invalid ID in the file is replaced."""
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)

@@ -29,7 +29,7 @@ def test_stages_add_up_until_reset() -> None:
     assert timer.seconds == {} and timer.total < before
 
 
-def test_stage_has_its_own_memory_peak() -> None:
+def test_stage_has_a_separate_memory_peak() -> None:
     """The peak before a stage counts only for the whole step."""
     peaks = iter([9.0, 2.0, 1.0, 5.0, 0.5, 3.0, 4.0, 6.0])
     timer = StageTimer(peak_since=lambda: next(peaks))

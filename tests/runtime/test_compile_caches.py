@@ -56,7 +56,7 @@ def test_unusable_folder_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["writable by others", "a link", "a file"])
-def test_folder_that_others_can_change_is_not_used(node: Path, tmp_path: Path, kind: str) -> None:
+def test_folder_with_foreign_write_access_is_not_used(node: Path, tmp_path: Path, kind: str) -> None:
     """Compilers execute files of a cache."""
     if kind == "a link":
         (tmp_path / "elsewhere").mkdir()

@@ -41,7 +41,7 @@ def test_retries_end_by_number_and_deadline() -> None:
         ({"Retry-After": "Wed, 21 Oct 2026 07:28:30", "Date": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0.0),
     ],
 )
-def test_pause_that_a_server_requests(headers: dict[str, str], seconds: float) -> None:
+def test_pause_requested_by_a_server(headers: dict[str, str], seconds: float) -> None:
     message = Message()
     for name, value in headers.items():
         message[name] = value

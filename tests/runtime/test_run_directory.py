@@ -97,7 +97,7 @@ def test_lost_directory_ends_the_run(
                 raise AssertionError("a third job is accepted")
 
 
-def test_moved_directory_is_reported_with_its_new_path(tmp_path: Path, runtime: Runtime) -> None:
+def test_moved_directory_is_reported_with_new_path(tmp_path: Path, runtime: Runtime) -> None:
     run = tmp_path / "run"
     with locked_directory(run, runtime) as directory:
         run.rename(tmp_path / "elsewhere")

@@ -131,7 +131,7 @@ def test_interrupted_job_has_the_same_metrics(cluster: Cluster, tmp_path: Path) 
     assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
 
 
-def test_job_at_its_time_limit_is_requeued(
+def test_job_at_the_time_limit_is_requeued(
     cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """The time limit of the job is too short for a second step and a stop. The run ends without a signal, with a
