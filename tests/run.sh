@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the environment and runs the checks of the code, and tests:
-#   tests/run.sh                        every test but what is exhaustive
-#   tests/run.sh --all                  that, too
-#   tests/run.sh --exhaustive [FILE...] nothing else
-#   tests/run.sh --quick                what is quick of every file
-#   tests/run.sh --light                what depends on versions, in the light environment of Python 3.11
-#   tests/run.sh --affected [FILE...]   what is quick of the tests nearest to these files, or to what differs from main
-#   tests/run.sh WORD...                what these words choose, which are pytest's
+# Build the environment, check the code, and run tests:
+#   tests/run.sh                        all tests except exhaustive tests
+#   tests/run.sh --all                  all tests, including exhaustive tests
+#   tests/run.sh --exhaustive [FILE...] only exhaustive tests
+#   tests/run.sh --quick                quick tests and cases of every file
+#   tests/run.sh --light                tests of package versions, in the light environment of Python 3.11
+#   tests/run.sh --affected [FILE...]   quick tests of these files (default: all files that differ from main)
+#   tests/run.sh WORD...                tests that these arguments of pytest select
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 ensure_environment full
@@ -14,15 +14,15 @@ cd "$ROOT"
 if [ "${1:-}" = --light ]; then
     export MEGAPPO_PYTHON_VERSION=3.11
     if [ -n "${MEGAPPO_PYTHON:-}" ] || ! find_python light >/dev/null 2>&1; then
-        echo "not tested: Megatron-Core 0.16, which needs a Python 3.11 that environments can be made with"
+        echo "not tested: Megatron-Core 0.16, which requires a Python 3.11 that can create environments"
         exit 0
     fi
-    MEGAPPO_OTHER_PYTHON=$(command -v "${MEGAPPO_PYTHON:-python}") # of the full environment
+    MEGAPPO_OTHER_PYTHON=$(command -v "${MEGAPPO_PYTHON:-python}") # the Python of the full environment
     export MEGAPPO_OTHER_PYTHON
     ensure_environment light-alone
 fi
 
-# Packages for tests that say what is missing, and are skipped where this cannot install it.
+# Install packages for tests. If the installation fails, these tests are skipped with a reason.
 install_for_tests() {
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
         return
@@ -33,7 +33,7 @@ install_for_tests() {
     { "${install[@]}" || { timeout 120 apt-get update -qq && "${install[@]}"; }; } >/dev/null 2>&1 ||
         echo "$* could not be installed"
 }
-# wandb for tests/observe, in a folder beside the environment: runs ask for it, and few users have it.
+# Install wandb for tests/observe, in a separate folder, because wandb is not part of the environment.
 install_wandb() {
     local folder
     folder=$(environment_cache)/test-wandb-0.31.0-$("${MEGAPPO_PYTHON:-python}" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -46,9 +46,9 @@ install_wandb() {
 }
 ruff check .
 ruff format --check .
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # cores are shared, and threads that wait do not take them
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # processes share cores, and waiting threads release their core
 export TRITON_INTERPRET=1
-unset PYTHONDONTWRITEBYTECODE # with it, each of some hundred processes would compile all that it imports
+unset PYTHONDONTWRITEBYTECODE # otherwise hundreds of processes compile the imported modules
 case "${1:-}" in
 "" | --all | --exhaustive)
     PATH="$PATH:/usr/sbin:/sbin"

@@ -1,4 +1,4 @@
-"""Layouts that ship: what their heads say, room for what a plan does not see, and nothing much faster to be found."""
+"""Layouts of shipped configurations: planned throughput, spare memory, and no much faster layout in the search."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.places import ROOT
 from tests.support.quick import cases
 
 PLANNED = re.compile(r"# Planned on (\d+) x (\w+): ([\d.]+) samples/s \(([\d.]+) with ")
-_FOUND = {path.stem: PLANNED.search(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))}
-HEADS = {name: found for name, found in _FOUND.items() if found is not None}
+_MATCHES = {path.stem: PLANNED.search(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))}
+HEADS = {name: match for name, match in _MATCHES.items() if match is not None}
 SOME = ("qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math")
 
 
@@ -29,20 +29,20 @@ def path_of(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_says_what_is_planned(name: str) -> None:
-    """And that no rank fills more than nine tenths of its device in any stage."""
+def test_planned_throughput_is_current(name: str) -> None:
+    """No rank uses more than 90% of the memory of its device in any stage."""
     gpus, machine, rate, before = HEADS[name].groups()
     config = load_config(path_of(name))
-    found = planning(config, machine, int(gpus), models_beside(path_of(name)))
-    assert config.rollout.batch_sequences / found.plan.step_seconds == pytest.approx(float(rate), rel=0.005)
+    planned = planning(config, machine, int(gpus), models_beside(path_of(name)))
+    assert config.rollout.batch_sequences / planned.plan.step_seconds == pytest.approx(float(rate), rel=0.005)
     assert float(before) < float(rate)
-    assert found.plan.fits and found.plan.fullest.peak < 0.9 * found.machine.memory_bytes
+    assert planned.plan.fits and planned.plan.fullest.peak < 0.9 * planned.machine.memory_bytes
 
 
 @pytest.mark.parametrize("name", cases(HEADS, quick=SOME[:1], exhaustive=set(HEADS) - set(SOME)))
-def test_the_search_finds_nothing_much_faster(name: str) -> None:
+def test_search_finds_no_much_faster_layout(name: str) -> None:
     gpus, machine, _, _ = HEADS[name].groups()
     config = load_config(path_of(name))
-    found = planning(config, machine, int(gpus), models_beside(path_of(name)))
-    fastest = best_layouts(config, found.models, found.machine, int(gpus), count=1)[0]
-    assert 0.95 * found.plan.step_seconds < fastest.step_seconds <= found.plan.step_seconds * (1 + 1e-9)
+    planned = planning(config, machine, int(gpus), models_beside(path_of(name)))
+    fastest = best_layouts(config, planned.models, planned.machine, int(gpus), count=1)[0]
+    assert 0.95 * planned.plan.step_seconds < fastest.step_seconds <= planned.plan.step_seconds * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Published recipes: planned whole, and run in miniature with the same settings."""
+"""Published recipes: plans at full size, and small runs with the same settings."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_a_recipe_fits_where_its_head_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And says how long before its end a job has to be told, where that is longer than the batch script has it."""
+def test_recipe_fits_the_machine_in_the_comment(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output also recommends `--signal` with the lead time of the stop, which must be in the command of the
+    recipe."""
     assert main(head_command(path, "megappo")[1:]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^fits: rank", said, re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(r"^fits: rank", output, re.MULTILINE)
     started = head_command(path, "sbatch", "launch/torchrun.sh")
     assert f"configs/recipes/{path.name}" in started
-    lead = re.search(r"--signal=(USR1@\d+)", said)
+    lead = re.search(r"--signal=(USR1@\d+)", output)
     assert lead is not None
     if started[0] == "sbatch":
         assert f"--signal={lead[1]}" in started
-    assert len([words for words in head_commands(path) if words[:2] == ["megappo", "data"]]) >= 1
+    assert len([command for command in head_commands(path) if command[:2] == ["megappo", "data"]]) >= 1
 
 
 def test_scores_reach_the_first_token_of_long_responses() -> None:
-    """Share of a score at the first of 45,000 tokens: exp(-1 / alpha), with the alpha of each publication."""
+    """Weight of a score at the first of 45,000 tokens: exp(-1 / alpha), with the published alpha."""
     mask = torch.ones(1, 45_000, dtype=torch.bool)
     for stem, alpha, share in (
         ("sao_glm4.5_air", 1.5, 0.513),
@@ -70,21 +71,23 @@ def test_scores_reach_the_first_token_of_long_responses() -> None:
         assert lam ** (45_000 - 1) == pytest.approx(share, rel=0.01), stem
 
 
-def test_the_prompts_of_open_reasoner_zero() -> None:
-    """As its two templates make them, one within the other."""
+def test_prompts_of_open_reasoner_zero() -> None:
+    """The result equals the two templates of the publication, one inside the other."""
     template = load_config(ROOT / "configs" / "recipes" / "orz_qwen2.5_32b.yaml").data.chat_template
     assert template is not None
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers renders chat templates
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True
+    )  # the options of transformers for chat templates
     for problem, bos in (("What is 1+1?", ""), ("Two\nlines {of} it ", "<s>")):
         instruction = jinja2.Template(ORZ_INSTRUCTION).render(prompt=problem)
-        wanted = jinja2.Template(ORZ_PROMPT).render(prompt=instruction, bos_token=bos)
+        expected = jinja2.Template(ORZ_PROMPT).render(prompt=instruction, bos_token=bos)
         messages = [{"role": "user", "content": problem}]
-        found = environment.from_string(template).render(messages=messages, bos_token=bos, add_generation_prompt=True)
-        assert found == wanted
+        result = environment.from_string(template).render(messages=messages, bos_token=bos, add_generation_prompt=True)
+        assert result == expected
 
 
 def problems(folder: Path) -> dict[str, str]:
-    """Files of sums, by the data set they pretend to be."""
+    """Write files of sums with the names of data sets. Return the paths by name."""
     named = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
     for name, source in named.items():
         rows: list[dict[str, Any]] = [
@@ -95,9 +98,9 @@ def problems(folder: Path) -> dict[str, str]:
 
 
 def miniature(path: Path, directory: Path) -> list[str]:
-    """Two steps of 6 prompts with a small model; what is learned, and how, stays as it is."""
+    """Return settings for two steps of 6 prompts with a small model. The task and the algorithm do not change."""
     files, config = problems(directory), load_config(path)
-    words = [
+    overrides = [
         f"run.directory={directory / 'run'}", "run.steps=2", f"model.path={TINY}", "model.init=random",
         "model.dtype=float32", "data.apply_chat_template=false", "data.chat_template=null", "data.max_prompt_tokens=8",
         "rollout.engine=transformers", "rollout.sglang=null", "rollout.prompts_per_step=6",
@@ -105,38 +108,42 @@ def miniature(path: Path, directory: Path) -> list[str]:
         "checkpoint=null", "logging.wandb_project=null", "logging.tensorboard=false",
     ]  # fmt: skip
     for role, settings in config.trained.items():
-        words += [f"{role}.layout={{}}", f"{role}.microbatch_budget_tokens=64", f"{role}.optimizer.warmup_updates=0"]
-        if settings.minibatch_sequences is not None:  # as many updates of a step as the recipe has
+        overrides += [
+            f"{role}.layout={{}}",
+            f"{role}.microbatch_budget_tokens=64",
+            f"{role}.optimizer.warmup_updates=0",
+        ]
+        if settings.minibatch_sequences is not None:  # the same number of updates per step as the recipe, at most 3
             count = len(settings.minibatch_sizes(config.rollout.batch_sequences))
-            words += [f"{role}.minibatch_sequences=null", f"{role}.minibatches={min(count, 3)}"]
-    words += ["rollout.ahead=0"] if config.rollout.ahead else []  # the embedded engine has no processes of its own
-    words += ["rollout.samples_per_prompt=4"] if config.rollout.samples_per_prompt > 1 else []
+            overrides += [f"{role}.minibatch_sequences=null", f"{role}.minibatches={min(count, 3)}"]
+    overrides += ["rollout.ahead=0"] if config.rollout.ahead else []  # the embedded engine has no separate processes
+    overrides += ["rollout.samples_per_prompt=4"] if config.rollout.samples_per_prompt > 1 else []
     if config.data.mixture is not None:
         for name, file in files.items():
-            words += [f"data.mixture.{name}.source={file}"]
-        words += ["data.validation_sets=null"]
+            overrides += [f"data.mixture.{name}.source={file}"]
+        overrides += ["data.validation_sets=null"]
     else:
-        words += [f"data.train.source={files['math']}", "data.validation=null", "data.validation_sets=null"]
+        overrides += [f"data.train.source={files['math']}", "data.validation=null", "data.validation_sets=null"]
     warmup = config.critic.warmup_steps if config.critic is not None else 0
-    words += ["critic.warmup_steps=1"] if warmup else []
-    return words
+    overrides += ["critic.warmup_steps=1"] if warmup else []
+    return overrides
 
 
-def test_recipes_of_sao_are_the_same_in_miniature(tmp_path: Path) -> None:
-    """So that one is run for all."""
-    found = [load_config(path, [*miniature(path, tmp_path), "run.name=sao"]).model_dump() for path in SAO]
-    assert [config["run"].pop("files") for config in found] == [(str(path),) for path in SAO]
-    first, *others = found
+def test_small_sao_recipes_are_equal(tmp_path: Path) -> None:
+    """One of these recipes is run as a sample."""
+    configs = [load_config(path, [*miniature(path, tmp_path), "run.name=sao"]).model_dump() for path in SAO]
+    assert [config["run"].pop("files") for config in configs] == [(str(path),) for path in SAO]
+    first, *others = configs
     assert others and all(other == first for other in others)
 
 
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("path", [path for path in RECIPES if path not in SAO[1:]], ids=lambda p: p.stem)
-def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
-    words, config = miniature(path, tmp_path), load_config(path)
+def test_recipe_runs_at_small_size(path: Path, tmp_path: Path) -> None:
+    overrides, config = miniature(path, tmp_path), load_config(path)
     warmup = config.critic.warmup_steps if config.critic is not None else 0
-    done = start("megappo", "train", path, *words, processes=2)
+    done = start("megappo", "train", path, *overrides, processes=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, second = read_metrics(tmp_path / "run" / "metrics.jsonl")[-2:]
     assert ("actor/updates" in first) == (not warmup)
@@ -153,13 +160,12 @@ def test_a_recipe_runs_in_miniature(path: Path, tmp_path: Path) -> None:
             assert (second["actor/updates"], second["critic/updates"]) == (1, 2)
             assert {"actor/masked_below", "actor/masked_above"} <= second.keys()
         case other:
-            raise AssertionError(f"{other} is not looked at")
+            raise AssertionError(f"{other} is not tested")
 
 
 @pytest.mark.parametrize("path", TWO_CORES, ids=lambda p: p.stem)
 def test_two_cores_have_the_settings_of_the_recipe(path: Path) -> None:
-    """All that SAO says of a run; two epochs over small steps make several updates of the actor, and twice as many of
-    the critic."""
+    """The algorithm and the models match SAO. The critic has twice as many epochs as the actor."""
     small = load_config(path)
     for whole in map(load_config, SAO):
         assert whole.algorithm.model_copy(update={"entropy_coef": 0.1, "lam": small.algorithm.lam}) == small.algorithm
@@ -172,11 +178,11 @@ def test_two_cores_have_the_settings_of_the_recipe(path: Path) -> None:
 
 
 def train_on_two_cores(path: Path, run: Path, lag: int, *overrides: str, warmup: int = 10) -> list[dict[str, Any]]:
-    """Metrics of a run with the newest weights or with those of the step before: the actor waits for the critic's
-    warm-up, and tokens outside of the band are few."""
-    words = [f"run.directory={run}", "logging.tensorboard=false", "evaluation=null", *overrides]
-    words += ["rollout.engine=tests.support.ticking:TickingEngine", "rollout.ahead=1"] if lag else []
-    done = start("megappo", "train", path, *words, processes=2, timeout_seconds=590)
+    """Return the metrics of a run with a lag of 0 or 1 steps. During the warm-up of the critic, the actor is not
+    updated. Few tokens are outside the band."""
+    arguments = [f"run.directory={run}", "logging.tensorboard=false", "evaluation=null", *overrides]
+    arguments += ["rollout.engine=tests.support.ticking:TickingEngine", "rollout.ahead=1"] if lag else []
+    done = start("megappo", "train", path, *arguments, processes=2, timeout_seconds=590)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = read_metrics(run / "metrics.jsonl")
     waits, learns = lines[:warmup], lines[warmup:]
@@ -192,8 +198,8 @@ def train_on_two_cores(path: Path, run: Path, lag: int, *overrides: str, warmup:
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize("path", TWO_CORES, ids=lambda p: p.stem)
 def test_sao_on_two_cores(tmp_path: Path, path: Path, lag: int) -> None:
-    """Steps of a fifth of the samples in as many updates, after two in place of ten of the critic alone. What the tool
-    says is no token of the model's, and the model heard what it is trained on."""
+    """The steps have a fifth of the samples, with the same number of updates, and two warm-up steps instead of ten.
+    Tokens of the tool are not tokens of the model. The training input equals the rollout input."""
     samples = load_config(path).rollout.prompts_per_step // 5
     small = [f"{role}.minibatch_sequences={samples // 2}" for role in ("actor", "critic")]
     small += ["run.steps=5", f"rollout.prompts_per_step={samples}", "actor.optimizer.schedule=constant"]

@@ -1,4 +1,4 @@
-"""The configurations people start from: what stands in their heads holds."""
+"""Shipped configurations: the comment at the start of each file is correct."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
-def test_a_configuration_fits_the_machine_it_is_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_fits_the_machine(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()
     assert main(head_command(path, "megappo")[1:]) == 0
     assert time.perf_counter() - start < 10
     assert re.search(r"^fits: rank", capsys.readouterr().out, re.MULTILINE)
 
 
-def components(words: list[str]) -> list[list[str]]:
-    """The parts of a heterogeneous job's sbatch line, between colons."""
+def components(arguments: list[str]) -> list[list[str]]:
+    """Split the sbatch command of a heterogeneous job at colons."""
     parts: list[list[str]] = [[]]
-    for word in words:
-        if word == ":":
+    for argument in arguments:
+        if argument == ":":
             parts.append([])
         else:
-            parts[-1].append(word)
+            parts[-1].append(argument)
     return parts
 
 
 def size_of(component: list[str]) -> int:
-    """GPUs that a part asks for."""
+    """Return the number of GPUs of a job component."""
     return int(component[component.index("--nodes") + 1]) * int(component[component.index("--gpus-per-node") + 1])
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
-def test_a_configuration_is_started_on_the_ranks_it_was_planned_for(path: Path) -> None:
+def test_start_command_uses_the_planned_ranks(path: Path) -> None:
     plan, gpus = head_command(path, "megappo"), trainer_ranks(path)
     start = head_command(path, "sbatch", "launch/torchrun.sh")
     config = load_config(path)
@@ -70,17 +70,17 @@ def test_a_configuration_is_started_on_the_ranks_it_was_planned_for(path: Path) 
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
-def test_the_head_of_a_configuration_says_where_its_data_come_from(path: Path) -> None:
-    """The command writes the files that the settings name."""
+def test_data_command_writes_the_configured_files(path: Path) -> None:
+    """The command in the comment writes the files in the settings."""
     config = load_config(path)
     sources = [source.source for source in (*config.data.sources.values(), *config.data.evaluated.values())]
     files = {source for source in sources if source.endswith(".parquet")}
-    commands = [words for words in head_commands(path) if words[:2] == ["megappo", "data"]]
+    commands = [command for command in head_commands(path) if command[:2] == ["megappo", "data"]]
     written = {f"{out}/{split.name}.parquet" for *_, name, out in commands for split in SETS[name]}
     assert files == written
 
 
-def test_sizes_that_people_start_from_are_there() -> None:
+def test_common_model_sizes_are_included() -> None:
     ranks = {int(head_command(p, "megappo")[-1]) for p in CONFIGURATIONS}
     assert ranks >= {1, 8, 16, 128, 320}
     names = " ".join(path.stem for path in CONFIGURATIONS)
@@ -91,20 +91,20 @@ GPU_CONFIGURATIONS = [path for path in CONFIGURATIONS if head_command(path, "meg
 
 
 def planned(path: Path) -> tuple[Config, Plan]:
-    words = head_command(path, "megappo")
+    command = head_command(path, "megappo")
     config = load_config(path)
     models = read_models(config, ROOT / "configs" / "models").models
-    return config, make_plan(config, models, find_machine(words[-3]), int(words[-1]))
+    return config, make_plan(config, models, find_machine(command[-3]), int(command[-1]))
 
 
 @pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
-def test_on_gpus_sglang_generates_and_is_the_faster_engine(path: Path) -> None:
-    """Of the models that it serves."""
+def test_sglang_is_the_faster_engine_on_gpus(path: Path) -> None:
+    """SGLang is the faster engine for all models that SGLang supports."""
     config, plan = planned(path)
     assert plan.fits
-    words = head_command(path, "megappo")
+    command = head_command(path, "megappo")
     models = read_models(config, ROOT / "configs" / "models").models
-    other = other_engine(config, models, find_machine(words[-3]), int(words[-1]))
+    other = other_engine(config, models, find_machine(command[-3]), int(command[-1]))
     if models.actor.declaration.unserved(models.actor, Served(on_cuda=True, tokens=1)):
         assert config.rollout.engine == "transformers" and other.engine == "sglang"
         assert "SGLang is not possible: " in other.sentence
@@ -114,7 +114,7 @@ def test_on_gpus_sglang_generates_and_is_the_faster_engine(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", GPU_CONFIGURATIONS, ids=lambda p: p.stem)
-def test_checkpoints_are_as_frequent_as_the_plan_recommends(path: Path) -> None:
+def test_checkpoint_interval_is_the_recommended_one(path: Path) -> None:
     config, plan = planned(path)
     assert config.checkpoint is not None
     assert config.checkpoint.every_steps == plan.stopping.every_steps
@@ -122,7 +122,7 @@ def test_checkpoints_are_as_frequent_as_the_plan_recommends(path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["ppo.sbatch", "ppo_disaggregated.sbatch"])
-def test_the_lead_time_of_a_batch_script_is_the_longest_of_its_configurations(script: str) -> None:
+def test_batch_script_has_the_longest_lead_time(script: str) -> None:
     leads = []
     for path in GPU_CONFIGURATIONS:
         if f"launch/slurm/{script}" in head_command(path, "sbatch", "launch/torchrun.sh"):

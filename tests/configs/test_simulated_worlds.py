@@ -1,4 +1,4 @@
-"""Ranks of the shipped configurations' own worlds, and of one of 1,024: what they build is what `megappo plan` says."""
+"""Simulated ranks of the shipped configurations, and of 1,024 ranks: models and memory match `megappo plan`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SAMPLES, PLAN_SECONDS = 8192, 2.0
 
 @cache
 def settings(path: Path, *more: str) -> Config:
-    """With random weights and, of models that are fetched from a hub, the config.json that the plan reads. Shapes have
-    no bytes that could leave the device."""
+    """Load a configuration with random weights. Models of a hub use a local config.json, as in the plan. Offloading is
+    disabled, because simulated tensors have no bytes."""
     raw = load_config(path)
     named = {"model": raw.model, "critic": raw.critic, "reference": raw.reference}
     overrides = [
@@ -44,7 +44,9 @@ def settings(path: Path, *more: str) -> Config:
         if (local := ROOT / "configs" / "models" / Path(part.path).name).is_dir()
     ]
     overrides += [f"{role}.offload=false" for role in raw.trained]
-    overrides += ["model.dtype=bfloat16"] if raw.rollout.engine == "sglang" else []  # which has no float32 on GPUs
+    overrides += (
+        ["model.dtype=bfloat16"] if raw.rollout.engine == "sglang" else []
+    )  # SGLang does not support float32 on GPUs
     return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *more])
 
 
@@ -53,7 +55,7 @@ def planned(config: Config, world: int) -> Setup:
 
 
 def on_rank(config: Config, rank: int, world: int) -> dict[str, Role]:
-    """The roles that a run builds on this rank, as shapes."""
+    """Return the roles that a run builds on this rank, without memory."""
     with without_memory(rank, world) as runtime:
         builder = ModelBuilder(config, derive_run(config, world), runtime)
         actor = builder.actor()
@@ -67,7 +69,8 @@ def gradient_bytes(optimizer: RoleOptimizer) -> int:
 
 
 def optimizer_bytes(megatron: MegatronOptimizer, dtype_bytes: int) -> int:
-    """AdamW's two moments of what this rank updates, and main weights where they are not the weights themselves."""
+    """Return the bytes of the two moments of AdamW and of separate main weights, for the weights that this rank
+    updates."""
     parts = getattr(megatron, "chained_optimizers", [megatron])
     updated = sum(p.numel() for part in parts for group in part.param_groups for p in group["params"])
     return (12 if dtype_bytes == 2 else 8) * updated
@@ -77,19 +80,19 @@ def check(role: Role, setup: RoleSetup, work: Setup) -> None:
     if not isinstance(role, LocalRole):
         return
     memory = role_memory(setup, role.layout.stage, work.work)
-    held = [p for chunk in role.model.chunks for p in chunk.parameters()]
-    assert sum(p.numel() for p in held) == memory.parameters
-    assert sum(p.numel() * p.element_size() for p in held) == memory.weights
+    parameters = [p for chunk in role.model.chunks for p in chunk.parameters()]
+    assert sum(p.numel() for p in parameters) == memory.parameters
+    assert sum(p.numel() * p.element_size() for p in parameters) == memory.weights
     assert isinstance(role, TrainedRole) == setup.trained
     if isinstance(role, TrainedRole):
-        # Megatron pads each buffer so that ranks share it in equal parts that begin at multiples of 256 bytes.
+        # Megatron pads each buffer, so that all ranks have equal parts that start at multiples of 256 bytes.
         assert memory.gradients == pytest.approx(gradient_bytes(role.optimizer), rel=1e-4)
         assert memory.optimizer == pytest.approx(optimizer_bytes(role.optimizer.megatron, setup.dtype_bytes), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", cases(WORLDS, quick=DENSE))
-def test_ranks_build_what_is_planned(name: str) -> None:
-    """The first rank and the last, and one in the middle where there are stages between theirs."""
+def test_models_of_ranks_match_the_plan(name: str) -> None:
+    """The first and the last rank are tested, and a rank of a middle pipeline stage."""
     path, world = WORLDS[name]
     config = settings(path)
     setup = planned(config, world)
@@ -105,8 +108,8 @@ LORA = "lora={rank: 16, alpha: 32}"
 
 
 @pytest.mark.parametrize("name", cases(["qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math"], quick=DENSE))
-def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
-    """Gradients and the optimizer's state are below 5% of what they are where all weights are trained."""
+def test_adapters_match_the_plan_and_use_little_memory(name: str) -> None:
+    """Gradients and optimizer state use less than 5% of the bytes of full training."""
     path, world = WORLDS[name]
     plain = settings(path)
     adapted = settings(path, *(f"{role}.{LORA}" for role in plain.trained))
@@ -133,15 +136,15 @@ def test_adapters_are_built_as_planned_and_take_little(name: str) -> None:
         ),
     ],
 )
-def test_what_is_frozen_has_no_gradients_and_no_state(name: str, overrides: list[str]) -> None:
-    """As planned, on the first rank and the last; both are less than where all is trained. Of a pattern for experts, or
-    with adapters, which are frozen in their place."""
+def test_frozen_weights_have_no_gradients_and_no_state(name: str, overrides: list[str]) -> None:
+    """The memory matches the plan on the first and the last rank, and is smaller than without frozen weights. This
+    includes a pattern for experts, and frozen weights with adapters."""
     path, world = WORLDS[name]
     free = [text for text in overrides if not text.startswith("critic.freeze")]
     for rank in (0, world - 1)[: 1 if "a3b" in name else 2]:
         bytes_of = []
-        for given in (free, overrides):
-            config = settings(path, *given)
+        for changes in (free, overrides):
+            config = settings(path, *changes)
             setup, critic = planned(config, world), on_rank(config, rank, world)["critic"]
             check(critic, next(role for role in setup.roles if role.name == "critic"), setup)
             assert isinstance(critic, TrainedRole)
@@ -151,8 +154,8 @@ def test_what_is_frozen_has_no_gradients_and_no_state(name: str, overrides: list
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_microbatches_are_the_planned_ones(name: str) -> None:
-    """Of a minibatch in which every sample has its full length."""
+def test_microbatches_match_the_plan(name: str) -> None:
+    """All samples of the minibatch have the maximum length."""
     path, world = WORLDS[name]
     setup = planned(settings(path), world)
     for role in setup.trained:
@@ -170,7 +173,7 @@ def test_microbatches_are_the_planned_ones(name: str) -> None:
         assert largest * role.grid.padded(tokens) <= role.microbatch_tokens(tokens)
 
 
-def test_thousands_of_samples_are_planned_at_once() -> None:
+def test_thousands_of_samples_are_planned_quickly() -> None:
     config = settings(LARGE)
     start = time.process_time()
     role = planned(config, LARGE_WORLD).actor

@@ -1,4 +1,4 @@
-"""Commands that documents show, checked without running what takes long."""
+"""Checks of the commands in documents. Slow commands are only parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megappo.config import load_config
 from tests.support.places import ROOT
 
 ELSEWHERE = {"apptainer", "docker", "ensure_environment", "export", "git", "hf", "mypy", "pip", "pre-commit", "ruff"}
-"""Programs and shell functions that are not looked into."""
+"""Programs and shell functions that are not checked."""
 PLACEHOLDERS = {
     "CONFIG": "configs/quickstart.yaml",
     "RUN_DIR": "runs/my-run",
@@ -29,43 +29,43 @@ PREFIXES = ("bash ", "launch/", "megappo ", "mpirun ", "python ", "sbatch ", "sr
 
 
 def inline_code(text: str) -> list[str]:
-    """What stands between backticks, outside of blocks."""
+    """Return the texts between backticks outside of code blocks."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The blocks of a document in a language."""
+    """Return the code blocks of a document in this language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command in a document, in blocks and between backticks."""
+    """Yield the arguments of every command in the code blocks and inline code of a document."""
     lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
     lines += [code for code in inline_code(text) if code.startswith(PREFIXES)]
     for line in lines:
         for part in line.split(" && "):
-            words = shlex.split(part.split(" > ")[0], comments=True)
-            if words and "..." not in words and not any(word.startswith("[") for word in words):
-                yield [PLACEHOLDERS.get(word, word) for word in words]
+            arguments = shlex.split(part.split(" > ")[0], comments=True)
+            if arguments and "..." not in arguments and not any(argument.startswith("[") for argument in arguments):
+                yield [PLACEHOLDERS.get(argument, argument) for argument in arguments]
 
 
-def check_command(words: list[str], example: Path) -> None:
-    """Fails where a program, a file, an option or a setting of the command is not there. `example` stands in for the
-    configurations that a reader writes."""
-    while re.match(r"\w+=", words[0]):
-        assert_is_read(words.pop(0).split("=")[0])
-    program, *rest = words
+def check_command(arguments: list[str], example: Path) -> None:
+    """Check that the program, files, options and settings of a command exist. Raises AssertionError otherwise.
+    `example` replaces configuration files that a reader writes."""
+    while re.match(r"\w+=", arguments[0]):
+        assert_is_read(arguments.pop(0).split("=")[0])
+    program, *rest = arguments
     if Path(program).name in ELSEWHERE:
         return
     if program == "megappo":
         check_megappo(rest, example)
     elif program in ("torchrun", "srun", "mpirun"):
-        inner = next(i for i, word in enumerate(rest) if word in ("-m", "python") or word.endswith(".py"))
+        inner = next(i for i, argument in enumerate(rest) if argument in ("-m", "python") or argument.endswith(".py"))
         check_python(rest[inner + 1 :] if rest[inner] == "python" else rest[inner:], example)
     elif program.startswith("python") or program.endswith("/python"):
         check_python(rest, example)
     elif program == "sbatch":
-        script = next((i for i, word in enumerate(rest) if word.endswith(".sbatch")), None)
+        script = next((i for i, argument in enumerate(rest) if argument.endswith(".sbatch")), None)
         if script is not None:
             check_script(rest[script])
             check_megappo(["train", *rest[script + 1 :]], example)
@@ -75,66 +75,68 @@ def check_command(words: list[str], example: Path) -> None:
     else:
         check_script(program)
         assert os.access(ROOT / program, os.X_OK), f"{program} cannot be executed"
-        subcommand = next((i for i, word in enumerate(rest) if word in COMMANDS), None)
+        subcommand = next((i for i, argument in enumerate(rest) if argument in COMMANDS), None)
         if subcommand is not None:
             check_megappo(rest[subcommand:], example)
 
 
 def assert_is_read(variable: str) -> None:
-    """Something in the repository reads the environment variable."""
-    found = subprocess.run(["grep", "-rqw", "--exclude=*.md", variable, "launch", "megappo"], cwd=ROOT, check=False)
-    assert found.returncode == 0, f"nothing reads {variable}"
+    """Check that the repository contains a use of the environment variable."""
+    search = subprocess.run(["grep", "-rqw", "--exclude=*.md", variable, "launch", "megappo"], cwd=ROOT, check=False)
+    assert search.returncode == 0, f"no file uses {variable}"
 
 
 def check_script(name: str) -> None:
-    """A script of the shell is there and can be parsed."""
+    """Check that a shell script exists and has valid syntax."""
     subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
 
 
-def check_options(script: str, words: list[str]) -> None:
-    """A program of ours knows every option, and every file of ours that is named is there."""
+def check_options(script: str, arguments: list[str]) -> None:
+    """Check that a script supports all options, and that all named configuration and test files exist."""
     text = (ROOT / script).read_text()
-    for word in words:
-        assert not word.startswith("--") or f'"{word}"' in text or f"{word} " in text, f"{script} does not know {word}"
-        assert not re.match(r"(configs|tests)/", word) or (ROOT / word).exists(), word
+    for argument in arguments:
+        assert not argument.startswith("--") or f'"{argument}"' in text or f"{argument} " in text, (
+            f"{script} has no option {argument}"
+        )
+        assert not re.match(r"(configs|tests)/", argument) or (ROOT / argument).exists(), argument
 
 
-def check_python(words: list[str], example: Path) -> None:
-    """`python -m MODULE ...` or `python FILE ...`."""
-    if words[0].endswith(".py"):
-        check_options(words[0], words[1:])
-    elif words[:2] == ["-m", "megappo"]:
-        check_megappo(words[2:], example)
-    elif words[:2] == ["-m", "pytest"]:
-        check_pytest(words[2:])
-    elif words[0] == "-m":
-        assert find_spec(words[1]), f"there is no module {words[1]}"
-        if (ROOT / (ours := f"{words[1].replace('.', '/')}.py")).exists():
-            check_options(ours, words[2:])
+def check_python(arguments: list[str], example: Path) -> None:
+    """Check the arguments of `python -m MODULE ...` or `python FILE ...`."""
+    if arguments[0].endswith(".py"):
+        check_options(arguments[0], arguments[1:])
+    elif arguments[:2] == ["-m", "megappo"]:
+        check_megappo(arguments[2:], example)
+    elif arguments[:2] == ["-m", "pytest"]:
+        check_pytest(arguments[2:])
+    elif arguments[0] == "-m":
+        assert find_spec(arguments[1]), f"there is no module {arguments[1]}"
+        if (ROOT / (ours := f"{arguments[1].replace('.', '/')}.py")).exists():
+            check_options(ours, arguments[2:])
     else:
-        assert words[0] == "-c", words
-        compile(words[1], "a document", "exec")
+        assert arguments[0] == "-c", arguments
+        compile(arguments[1], "a document", "exec")
 
 
-def check_pytest(words: list[str]) -> None:
-    """Every file is there, and every word behind `-k` is in the name or the text of one of them."""
-    places = [ROOT / word.split("::")[0] for word in words if word.startswith("tests/")]
-    if "-k" in words:
+def check_pytest(arguments: list[str]) -> None:
+    """Check that all files exist, and that each name after `-k` occurs in one of the files."""
+    places = [ROOT / argument.split("::")[0] for argument in arguments if argument.startswith("tests/")]
+    if "-k" in arguments:
         files = [file for place in places for file in ([place] if place.is_file() else place.rglob("test_*.py"))]
         texts = [file.stem + file.read_text() for file in files]
-        for name in re.split(r" (?:or|and|and not) ", words[words.index("-k") + 1]):
-            assert any(name in text for text in texts), f"-k {name} selects nothing of {places}"
+        for name in re.split(r" (?:or|and|and not) ", arguments[arguments.index("-k") + 1]):
+            assert any(name in text for text in texts), f"-k {name} matches no test in {places}"
     assert all(place.exists() for place in places), places
 
 
-def check_megappo(words: list[str], example: Path) -> None:
-    """The command line takes the words, and its settings are valid; a plan is made."""
-    if len(words) == 1:
-        assert words[0] in COMMANDS
+def check_megappo(command: list[str], example: Path) -> None:
+    """Parse a megappo command and load its configuration. A `plan` command is also run."""
+    if len(command) == 1:
+        assert command[0] in COMMANDS
         return
-    ours = [str(example) if word in ("my-run.yaml", "next.yaml") else word for word in words]
+    ours = [str(example) if argument in ("my-run.yaml", "next.yaml") else argument for argument in command]
     arguments = parse(ours)
     if getattr(arguments, "config", None):
         load_config(arguments.config, arguments.overrides)
     if arguments.command == "plan":
-        assert main(ours) in (0, 1), words
+        assert main(ours) in (0, 1), command

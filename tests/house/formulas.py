@@ -1,7 +1,8 @@
-"""Formulas in the product's functions, by what they compute: names, temporary variables and spellings play no part.
+"""Formulas in the functions of the product, compared by computation. Names of variables do not matter.
 
-A formula is an expression of a few arithmetic operations. Variables that are assigned once are replaced by what they
-stand for, `torch.exp(x)`, `xp.exp(x)`, `x.exp()` and `x.exp_()` are the same, and so are the two orders of a sum.
+A formula is an expression with a minimum number of arithmetic operations. A variable that is assigned once is replaced
+by its value. `torch.exp(x)`, `xp.exp(x)`, `x.exp()` and `x.exp_()` are equal, and the order of the terms of a sum is
+ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SMALLEST, SMALLEST_PLAIN = 4, 5
-"""Operations of a formula with a function of real numbers, such as exp or a clamp, and of one without."""
+"""Minimum number of operations of a formula. The first applies to formulas with functions such as exp or clamp."""
 _LIBRARIES = {"torch", "xp", "tl", "math", "np", "triton"}
 _FUNCTIONS = {
     "abs", "clamp", "clip", "cos", "cumsum", "erf", "exp", "exp2", "expm1", "log", "log1p", "log2", "log_softmax",
@@ -24,28 +25,29 @@ _COMMUTE = (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr)
 
 @dataclass(frozen=True)
 class Formula:
-    """One expression in a normal form."""
+    """Expression in a normal form."""
 
     text: str
     operations: int
     is_real: bool
-    """Whether a function of real numbers is part of it."""
+    """Whether the formula contains a function of real numbers."""
 
 
 def formulas_of(tree: ast.AST) -> Iterator[tuple[str, Formula]]:
-    """(function, formula) of every expression that is one."""
+    """Yield (function name, formula) for every formula of a module."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             known = _assigned_once(function)
             for node in ast.walk(function):
                 if isinstance(node, ast.expr):
-                    found = _normal(node, known, 0)
-                    if found.operations >= (SMALLEST if found.is_real else SMALLEST_PLAIN):
-                        yield function.name, found
+                    formula = _normal(node, known, 0)
+                    if formula.operations >= (SMALLEST if formula.is_real else SMALLEST_PLAIN):
+                        yield function.name, formula
 
 
 def repeated(paths: Iterable[Path]) -> dict[str, set[str]]:
-    """Of each formula that stands in several functions, where; of formulas inside each other, the largest."""
+    """Return the formulas that occur in several functions, with the functions. For nested formulas, only the largest
+    is returned."""
     places: dict[Formula, set[str]] = {}
     for path in paths:
         for function, formula in formulas_of(ast.parse(path.read_text())):

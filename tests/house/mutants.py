@@ -1,10 +1,10 @@
-"""What share of small changes to the code its own tests notice: a seeded sample of Cosmic Ray's mutants.
+"""Measure the share of small changes to the code that tests detect, with a seeded sample of mutants of Cosmic Ray.
 
-Usage: python tests/house/mutants.py AREA [--sample 40] [--seed 1] [--jobs 1]      (tests/README.md says more)
+Usage: python tests/house/mutants.py AREA [--sample 40] [--seed 1] [--jobs 1]      (see tests/README.md)
 
-Cosmic Ray knows the changes and makes them; all of them, each in a Python that imports torch again, would take days. So
-this picks places in the code at random, at each of them one change, and runs the area's tests on a copy of the
-repository, in a process that is forked when torch is there.
+Cosmic Ray makes the changes. A run of all changes, each in a new Python process that imports torch, would take days.
+This program therefore draws random places in the code and one change per place. The tests of the area run on a copy of
+the repository, in a process that is forked after the import of torch.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# Nothing of the repository may be imported here, or the tests of a copy would find it instead of the copy's.
+# No module of the repository may be imported in this file. Otherwise the tests of a copy would use this module.
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {path.stem: path for path in sorted((ROOT / ".cosmic-ray").glob("*.toml"))}
-# Operators, comparisons and constants. Other operators of Cosmic Ray ask whether a name is used at all.
+# Operators, comparisons and constants. The other operators of Cosmic Ray test whether a name is used.
 KINDS = ("Replace", "NumberReplacer", "AddNot", "ZeroIterationForLoop")
 
 Ending = Literal["passed", "failed", "hung"]
-WORDS: dict[Ending, str] = {"passed": "SURVIVED", "failed": "noticed", "hung": "hung"}
+LABELS: dict[Ending, str] = {"passed": "SURVIVED", "failed": "noticed", "hung": "hung"}
 
 Position = tuple[int, int]
-"""Line from 1 and column from 0, in characters."""
+"""Line (from 1) and column (from 0, in characters)."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a source file."""
+    """Part of a source file."""
 
     start: Position
     end: Position
 
-    def holds(self, position: Position) -> bool:
-        """Whether the position lies in it."""
+    def contains(self, position: Position) -> bool:
+        """Return whether the span contains the position."""
         return self.start <= position < self.end
 
 
 def without_effect(source: str) -> list[Span]:
-    """Annotations, which are text in files that import them from the future, what only type checkers read, and whether
-    a dataclass is frozen, which changes nothing for those that do not try."""
+    """Return the spans without effect at run time: annotations (strings with `from __future__ import annotations`),
+    code for type checkers, and arguments of `dataclass`, such as `frozen`."""
     lines, spans = source.splitlines(), []
     for node in ast.walk(ast.parse(source)):
         parts: list[ast.AST | None] = []
@@ -80,10 +80,10 @@ def _span(lines: list[str], node: Any) -> Span:
     return Span(position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset))
 
 
-def drawn(items: Iterable[Any], sample: int, seed: str) -> list[Any]:
-    """One mutant at each of `sample` places, drawn by the seed.
+def draw_mutants(items: Iterable[Any], sample: int, seed: str) -> list[Any]:
+    """Draw places with the seed, at most `sample`, and one mutant per place.
 
-    Drawn by places, as an addition can become ten other things and a number only two.
+    Places are drawn first because an addition has ten mutants and a number only two.
     """
     spans: dict[Path, list[Span]] = {}
     places: dict[tuple[str, Position, str], list[Any]] = {}
@@ -94,7 +94,7 @@ def drawn(items: Iterable[Any], sample: int, seed: str) -> list[Any]:
             continue
         if change.module_path not in spans:
             spans[change.module_path] = without_effect(Path(change.module_path).read_text())
-        if not any(span.holds(change.start_pos) for span in spans[change.module_path]):
+        if not any(span.contains(change.start_pos) for span in spans[change.module_path]):
             key = str(change.module_path), tuple(change.start_pos), kind.split("_")[0]
             places.setdefault(key, []).append(item)
     chance = random.Random(seed)
@@ -105,7 +105,7 @@ def drawn(items: Iterable[Any], sample: int, seed: str) -> list[Any]:
 
 
 def copied_repository(target: Path) -> Path:
-    """A copy of all files that git knows or would add, in which the mutants are made."""
+    """Copy all files that git tracks or would add. The mutants are made in this copy."""
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -118,23 +118,23 @@ def copied_repository(target: Path) -> Path:
 
 
 def sampled_mutants(copy: Path, config: Path, sample: int, seed: str) -> list[Any]:
-    """The sample, as Cosmic Ray's work items."""
+    """Return the sample as work items of Cosmic Ray."""
     from cosmic_ray.work_db import use_db
 
     session = copy / "mutants.sqlite"
     subprocess.run([sys.executable, "-m", "cosmic_ray.cli", "init", config, session], cwd=copy, check=True)
-    here = Path.cwd()
+    folder = Path.cwd()
     os.chdir(copy)
     try:
         with use_db(session) as database:
-            return drawn(database.work_items, sample, seed)
+            return draw_mutants(database.work_items, sample, seed)
     finally:
-        os.chdir(here)
+        os.chdir(folder)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """Result of the tests of a mutant."""
 
     mutant: Any
     ending: Ending
@@ -142,26 +142,26 @@ class Verdict:
 
 
 _free_copies: Any = None
-"""In a process that judges: the copies that none of them works in."""
+"""Copies that no worker process uses. Defined in worker processes."""
 
 
-def _begin_judging(copies: Any) -> None:
+def _start_worker(copies: Any) -> None:
     global _free_copies
     _free_copies = copies
 
 
-def judging(copies: Sequence[Path]) -> ProcessPoolExecutor:
-    """Processes that judge at the same time, each in a copy of its own. Tests in them may start processes, which
-    those of multiprocessing.Pool may not."""
+def worker_pool(copies: Sequence[Path]) -> ProcessPoolExecutor:
+    """Return a pool of worker processes. Each worker uses a separate copy. Tests in the workers can start processes,
+    which is not possible with multiprocessing.Pool."""
     fork = multiprocessing.get_context("fork")
     free = fork.SimpleQueue()
     for copy in copies:
         free.put(copy)
-    return ProcessPoolExecutor(len(copies), fork, _begin_judging, (free,))
+    return ProcessPoolExecutor(len(copies), fork, _start_worker, (free,))
 
 
 def judge(work: tuple[Any, Sequence[str], float]) -> Verdict:
-    """Make the change in a copy, run the tests, take the change back."""
+    """Make a change in a copy, run the tests, and revert the change."""
     from cosmic_ray.mutating import use_mutation
     from cosmic_ray.plugins import get_operator
 
@@ -178,7 +178,7 @@ def judge(work: tuple[Any, Sequence[str], float]) -> Verdict:
 
 
 def run_tests(copy: Path, arguments: Sequence[str], timeout_seconds: float) -> Ending:
-    """How the tests of a copy end, in a child that finds torch imported already."""
+    """Run the tests of a copy in a forked process, in which torch is already imported."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -204,7 +204,7 @@ def run_tests(copy: Path, arguments: Sequence[str], timeout_seconds: float) -> E
 
 
 def import_what_tests_import() -> None:
-    """Once for all, but nothing of the repository. One thread, as forked children have one."""
+    """Import the external modules of the tests once. Use one thread, because a forked process has one thread."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     sys.dont_write_bytecode = True
     for name in ("torch", "pytest", "hypothesis", "pydantic"):
@@ -216,29 +216,29 @@ def main() -> None:
     parser.add_argument("area", choices=AREAS)
     parser.add_argument("--sample", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each on a copy of its own")
-    given = parser.parse_args()
-    config = AREAS[given.area]
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel mutants, each in a separate copy")
+    options = parser.parse_args()
+    config = AREAS[options.area]
     settings = tomllib.loads(config.read_text())["cosmic-ray"]
     arguments = shlex.split(settings["test-command"])[3:]  # python -m pytest
     import_what_tests_import()
     with tempfile.TemporaryDirectory(prefix="mutants-") as work:
-        copies = [copied_repository(Path(work) / str(job)) for job in range(given.jobs)]
+        copies = [copied_repository(Path(work) / str(job)) for job in range(options.jobs)]
         noticed = 0
-        with judging(copies) as pool:
+        with worker_pool(copies) as pool:
             unchanged = pool.submit(run_tests, copies[0], arguments, 10 * settings["timeout"])
             if unchanged.result() != "passed":
-                raise SystemExit(f"the tests fail without any change: {settings['test-command']}")
-            mutants = sampled_mutants(copies[0], config, given.sample, f"{given.area}-{given.seed}")
+                raise SystemExit(f"the tests fail before any change: {settings['test-command']}")
+            mutants = sampled_mutants(copies[0], config, options.sample, f"{options.area}-{options.seed}")
             todo = [(item, arguments, settings["timeout"]) for item in mutants]
             for number, verdict in enumerate(pool.map(judge, todo), 1):
                 noticed += verdict.ending != "passed"
                 change = verdict.mutant.mutations[0]
                 where = f"{change.module_path}:{change.start_pos[0]} {change.operator_name}"
-                print(f"{number}/{len(mutants)} {WORDS[verdict.ending]:<8} {where}", flush=True)
+                print(f"{number}/{len(mutants)} {LABELS[verdict.ending]:<8} {where}", flush=True)
                 if verdict.ending == "passed":
                     print(verdict.diff, flush=True)
-    print(f"{given.area}, seed {given.seed}: {noticed} of {len(mutants)} noticed ({noticed / len(mutants):.0%})")
+    print(f"{options.area}, seed {options.seed}: {noticed} of {len(mutants)} noticed ({noticed / len(mutants):.0%})")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""Runs files of tests on a few sides at a time, shows what they have done, and judges what is unsteady.
+"""Run test files in parallel processes, report progress, and rerun failed tests that are marked `waits`.
 
 Usage: python -m tests.house.suite [--quick | --all | --exhaustive | --light] [--waits] [--busy N] [--sides N]
            [--measure] [--dearest N] [--no-types] [FILE...]
 
-`bash tests/run.sh` is this in an environment that it builds.
-
-Each file has a process of its own, forked off this one when it has imported what most of them import. Those that take
-longest begin, computing or waiting, by seconds.json, which `--measure` writes anew, or what it says of the files behind
-it; one that mostly waits runs beside all sides. mypy has a side until it is through. Tests that are marked `waits` and
-fail are run once more, each by itself, when all others are through: those that pass then are listed as unsteady. Exit
-code 1 where any other test fails, where more than three are unsteady, or where mypy does.
+Each test file runs in a separate process, which is forked after the common modules are imported. The slowest files
+start first, by the times in seconds.json, which `--measure` updates for the files that are run. `--sides` limits the
+number of parallel files. One file that mostly waits runs in addition to these files. mypy takes one slot until it
+finishes. When all files are done, each failed test that is marked `waits` is run again. If the test then passes, it is
+listed as unsteady. The exit code is 1 if another test fails, if more than three tests are unsteady, or if mypy fails.
 """
 
 from __future__ import annotations
@@ -41,50 +39,48 @@ import pytest
 
 from megappo.runtime.device import share_cores
 from megappo.runtime.heap import with_room_for_frames
-from tests.house.telling import Outcome, Telling, cpu_seconds
+from tests.house.telling import EventWriter, Outcome, cpu_seconds
 from tests.support import (
     harness,
-    nursery,  # which has imported what most files import before anything is forked
+    nursery,  # imports the common modules before the first fork
 )
 from tests.support.places import ROOT
 from tests.support.quick import has_exhaustive
 
 SECONDS = ROOT / "tests" / "house" / "seconds.json"
-"""Seconds, CPU seconds and number of tests of each file, as they were measured."""
+"""Measured seconds, CPU seconds and number of tests of each file."""
 EXHAUSTIVE = ROOT / "tests" / "house" / "exhaustive.json"
-"""Of each file what `--all` or `--exhaustive` ran of it that is exhaustive, and when all of that passed last."""
+"""Measurements of the exhaustive tests of each file, with the commit and the date of the last run that passed."""
 MOST_UNSTEADY = 3
 _SHOWN_EVERY_SECONDS = 20.0
 _SHOWN_LINES = 12
 _TOGETHER = ("tests/slurm",)
-"""Folders whose files share a fixture that takes long."""
+"""Folders whose files share a slow fixture and therefore run in one process."""
 _SHARE_OF_WAITERS = 0.3
-"""CPU seconds in a second of a file that mostly waits, at most."""
+"""Maximum ratio of CPU seconds to seconds for a file that mostly waits."""
 _UNKNOWN = {"cpu_seconds": 5.0, "tests": 1}
 _FAILED, _BROKEN, _NO_TESTS = (1, 2), 3, 5
 _ENDINGS = (0, *_FAILED, _NO_TESTS)
-"""Exit codes of pytest where it has not broken off: 2 where a file cannot be read, 5 where nothing was chosen."""
+"""Exit codes of pytest after a complete run. Code 2 means that a file cannot be read, 5 that no test was selected."""
 _SET_CHILD_SUBREAPER = 36
-"""An option of prctl(2)."""
 _LARGE_PAGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
-"""Of madvise(2)."""
 
 
 @dataclass
 class Part:
-    """Files that one process runs."""
+    """Test files that run in one process."""
 
     files: list[str]
     seconds: float
-    """That it takes at least, by the last measurement, in which others ran beside it."""
+    """Expected minimum duration, from the last measurement, in which other files ran in parallel."""
     tests: int
-    """Of them that were there then; as soon as it is known, those that there are."""
+    """Number of tests: the measured number first, then the number that pytest collects."""
     log: Path
     mostly_waits: bool = False
     process: int = 0
-    told: Generator[str, None, None] | None = None
+    events: Generator[str, None, None] | None = None
     running: str = ""
-    """The test that has begun last."""
+    """ID of the test that started last."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -93,12 +89,12 @@ class Part:
 
 
 def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
-    """Those that take longest first: whether they compute or wait, cores that others leave are theirs."""
+    """Return the parts for these files, the slowest first. The time of a part counts computation and waiting."""
     measured: dict[str, Any] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     groups: dict[str, list[str]] = {}
     for file in files:
-        together = next((place for place in _TOGETHER if file.startswith(f"{place}/")), file)
-        groups.setdefault(together, []).append(file)
+        group_name = next((place for place in _TOGETHER if file.startswith(f"{place}/")), file)
+        groups.setdefault(group_name, []).append(file)
     parts = []
     for number, group in enumerate(groups.values()):
         known = [measured.get(file, _UNKNOWN) for file in group]
@@ -109,7 +105,7 @@ def parts_of(files: Sequence[str], folder: Path) -> list[Part]:
 
 
 def next_part(todo: Sequence[Part], running: Sequence[Part], sides: int) -> Part | None:
-    """The part to begin now. Of those that mostly wait one runs beside all sides, others when nothing else is left."""
+    """Return the part to start now. One part that mostly waits runs in addition to `sides` others, and goes first."""
     one_waits = any(part.mostly_waits for part in running)
     waiting, computing = ([part for part in todo if part.mostly_waits == waits] for waits in (True, False))
     if waiting and not one_waits:
@@ -120,33 +116,33 @@ def next_part(todo: Sequence[Part], running: Sequence[Part], sides: int) -> Part
 
 
 def start(part: Part, options: Sequence[str]) -> None:
-    """Fork a process that runs the part."""
-    told = part.log.with_suffix(".told")
-    told.touch()
+    """Fork a process that runs a part."""
+    events = part.log.with_suffix(".events")
+    events.touch()
     sys.stdout.flush()
     sys.stderr.flush()
     part.process = os.fork()
     if part.process == 0:
         code = _BROKEN
         try:
-            code = keep(part, options, told)
+            code = run_part(part, options, events)
         finally:
             os._exit(code)
-    part.told = _lines(told)
+    part.events = _lines(events)
 
 
-def keep(part: Part, options: Sequence[str], told: Path) -> int:
-    """Run the part beside a nursery; pytest's exit code. This process adopts descendants whose parents have ended, so
-    that the CPU time of all of them is counted."""
+def run_part(part: Part, options: Sequence[str], events: Path) -> int:
+    """Run a part and a nursery in child processes, and return the exit code of pytest. This process is the subreaper of
+    its descendants, so that their CPU time is counted."""
     os.setsid()
-    # Tests and their children handle signals as if pytest was started alone. nohup ignores SIGHUP.
+    # Restore the default handlers, as in a separate start of pytest. nohup ignores SIGHUP.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    said = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     ours, its = Pipe()
     nursing = os.fork()
     if nursing == 0:
@@ -158,12 +154,12 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
     its.close()
     tests = os.fork()
     if tests == 0:
-        # Processes that tests spawn import the main module: a bare one, in place of this with all that it imports.
+        # Processes that tests spawn import the main module. An empty module avoids the imports of this file.
         sys.modules["__main__"] = ModuleType("__main__")
         harness.use(ours)
         code = _BROKEN
         try:
-            plugins = [Telling(told, os.getppid())]
+            plugins = [EventWriter(events, os.getppid())]
             code = int(with_room_for_frames(lambda: pytest.main([*options, *part.files], plugins=plugins)))
         finally:
             os._exit(code)
@@ -172,15 +168,15 @@ def keep(part: Part, options: Sequence[str], told: Path) -> int:
         ended, status = os.wait()
         if ended == tests:
             code = os.waitstatus_to_exitcode(status)
-            with suppress(ChildProcessError):  # it has ended before
-                os.waitpid(nursing, 0)  # as nobody asks any more; its children's CPU time is this process's then
-            return code if code >= 0 else 128 - code  # of a signal, as shells have it
+            with suppress(ChildProcessError):  # the nursery has already ended
+                os.waitpid(nursing, 0)  # this adds the CPU time of its children to this process
+            return code if code >= 0 else 128 - code  # the convention of shells for signals
 
 
 def end_with_descendants(process: int) -> None:
-    """Kill a child process and all that descends from it, in whatever session: servers, daemons of SLURM."""
+    """Kill a child process and all its descendants, including servers and SLURM daemons in other sessions."""
     root = psutil.Process(process)
-    root.suspend()  # it starts nothing any more
+    root.suspend()  # a suspended process starts no more children
     while running := [one for one in root.children(recursive=True) if _runs(one)]:
         for one in running:
             with suppress(psutil.NoSuchProcess):
@@ -197,20 +193,20 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _lines(path: Path) -> Generator[str, None, None]:
-    """Whole lines of a file that grows; an empty one where there is no further line yet."""
+    """Yield the complete lines of a growing file. Yield an empty string if no complete line is available."""
     with path.open() as file:
-        held = ""
+        buffer = ""
         while True:
-            held += file.readline()
-            if held.endswith("\n"):
-                yield held
-                held = ""
+            buffer += file.readline()
+            if buffer.endswith("\n"):
+                yield buffer
+                buffer = ""
             else:
                 yield ""
 
 
 class Suite:
-    """What has been found so far."""
+    """Scheduler of the parts, with the results so far."""
 
     def __init__(self, parts: list[Part], sides: int, options: Sequence[str]) -> None:
         self._todo, self._sides, self._options = list(parts), sides, options
@@ -219,28 +215,28 @@ class Suite:
         self.failed: list[Outcome] = []
         self.counts: Counter[str] = Counter()
 
-    def run(self, beside: subprocess.Popen[str] | None) -> None:
-        """All parts, on one side less for as long as another process runs beside them."""
+    def run(self, background: subprocess.Popen[str] | None) -> None:
+        """Run all parts. While the `background` process runs, use one slot less."""
         running: list[Part] = []
         try:
             while self._todo or running:
-                busy = beside is not None and beside.poll() is None
+                busy = background is not None and background.poll() is None
                 while part := next_part(self._todo, running, max(1, self._sides - busy)):
                     self._todo.remove(part)
                     start(part, self._options)
                     running.append(part)
-                running = [part for part in running if self._goes_on(part)]
+                running = [part for part in running if self._read_events(part)]
                 self._show(running)
                 time.sleep(0.1)
         finally:
             for part in running:
                 end_with_descendants(part.process)
 
-    def _goes_on(self, part: Part) -> bool:
-        """Note what the part has told; whether it has more to say."""
+    def _read_events(self, part: Part) -> bool:
+        """Read the events of a part. Return whether the part is still running."""
         done, status = os.waitpid(part.process, os.WNOHANG)
-        assert part.told is not None
-        while line := next(part.told):
+        assert part.events is not None
+        while line := next(part.events):
             note = json.loads(line)
             if "collected" in note:
                 part.tests = note["collected"]
@@ -251,12 +247,12 @@ class Suite:
         if not done:
             return True
         code = os.waitstatus_to_exitcode(status)
-        part.told.close()  # processes that are forked later would have the file open, too
+        part.events.close()  # otherwise processes that are forked later inherit the open file
         part.tests = len(part.outcomes)
-        told = any(outcome.ending == "failed" for outcome in part.outcomes)
-        if code not in _ENDINGS or (code in _FAILED and not told):
-            said = f"pytest ended with {code}: {part.log.read_text(errors='replace')[-3000:]}"
-            self._note(part, Outcome(part.running or part.name, "failed", False, False, said, 0.0))
+        has_failure = any(outcome.ending == "failed" for outcome in part.outcomes)
+        if code not in _ENDINGS or (code in _FAILED and not has_failure):
+            message = f"pytest ended with code {code}: {part.log.read_text(errors='replace')[-3000:]}"
+            self._note(part, Outcome(part.running or part.name, "failed", False, False, message, 0.0))
         return False
 
     def _note(self, part: Part, outcome: Outcome) -> None:
@@ -278,12 +274,12 @@ class Suite:
         failed = f", {self.counts['failed']} failed" if self.counts["failed"] else ""
         print(f"[{minutes:2}:{seconds:02}] {of_all}{failed}; now {', '.join(sides)}", flush=True)
 
-    def again(self, folder: Path) -> list[Outcome]:
-        """Run what waits and failed once more, each test by itself; those that passed."""
+    def rerun_failed(self, folder: Path) -> list[Outcome]:
+        """Run each failed test that is marked `waits` again, alone. Return the tests that passed."""
         unsteady: list[Outcome] = []
         for number, outcome in enumerate([outcome for outcome in self.failed if outcome.waits]):
-            print(f"once more, by itself: {outcome.test}", flush=True)
-            (file,) = {f for part in self._parts if outcome in part.outcomes for f in part.files if is_of(outcome, f)}
+            print(f"rerun alone: {outcome.test}", flush=True)
+            (file,) = {f for part in self._parts if outcome in part.outcomes for f in part.files if is_from(outcome, f)}
             test = f"{file}::{outcome.test.partition('::')[2]}"
             alone = Part([test], 0.0, 1, folder / f"again-{number}")
             trial = Suite([alone], 1, self._options)
@@ -297,8 +293,8 @@ class Suite:
 
 
 def use_large_pages() -> None:
-    """Move this process's memory into large pages: a fork copies fewer entries of page tables then, and takes 11 ms in
-    place of 37. A kernel that cannot (before Linux 6.1) leaves it where it is."""
+    """Move the memory of this process to large pages. A fork then copies fewer page table entries, and takes 11 ms
+    instead of 37 ms. The call has no effect on kernels before Linux 6.1."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -312,7 +308,7 @@ def use_large_pages() -> None:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[list[int]]:
-    """Processes that take all of a core that they are given, for as long as the context lasts."""
+    """Run processes that use all available time of a core, until the context ends. Yield their process IDs."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield [loop.pid for loop in loops]
@@ -323,19 +319,19 @@ def busy_loops(count: int) -> Iterator[list[int]]:
 
 
 def files_of(name: str) -> list[str]:
-    """A file of tests, or those of a folder."""
+    """Return a test file, or the test files of a folder."""
     if not Path(ROOT, name).is_dir():
         return [name]
     return [os.path.relpath(path, ROOT) for path in sorted(Path(ROOT, name).rglob("test_*.py"))]
 
 
-def is_of(outcome: Outcome, file: str) -> bool:
-    """Whether a test is one of a file's; pytest names files beginning at a folder of its choice."""
+def is_from(outcome: Outcome, file: str) -> bool:
+    """Return whether a test belongs to a file. pytest reports paths relative to a root directory of its choice."""
     return Path(file).as_posix().endswith(outcome.test.partition("::")[0])
 
 
-def judged(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> int:
-    """Print what was found; the exit code."""
+def print_results(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> int:
+    """Print the results and return the exit code."""
     outcomes = [outcome for part in parts for outcome in part.outcomes]
     for reason, count in Counter(o.said.partition("\n")[0] for o in outcomes if o.ending == "skipped").items():
         print(f"skipped {count}: {reason}")
@@ -352,99 +348,99 @@ def judged(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> 
 
 
 def print_dearest(parts: Sequence[Part], count: int) -> None:
-    """Print the tests that took most CPU time, fixtures that they were the first to need included."""
+    """Print the tests with the highest CPU time, including the fixtures that a test was the first to use."""
     outcomes = sorted((outcome for part in parts for outcome in part.outcomes), key=lambda x: -x.cpu_seconds)
     for outcome in outcomes[:count]:
         print(f"{outcome.cpu_seconds:6.1f} CPU s {outcome.seconds:6.1f} s  {outcome.test}")
 
 
 def by_file(parts: Sequence[Part], *, exhaustive: bool) -> dict[str, dict[str, Any]]:
-    """Seconds, CPU seconds and number of the tests that are marked so or are not."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return seconds, CPU seconds and the number of tests of each file, for either exhaustive or other tests."""
+    results: dict[str, dict[str, Any]] = {}
     nothing = {"cpu_seconds": 0.0, "seconds": 0.0, "tests": 0}
     for part in parts:
         for outcome in part.outcomes:
             if outcome.exhaustive == exhaustive:
-                of_file = found.setdefault(outcome.test.partition("::")[0], {**nothing})
+                of_file = results.setdefault(outcome.test.partition("::")[0], {**nothing})
                 of_file["cpu_seconds"] = round(of_file["cpu_seconds"] + outcome.cpu_seconds, 1)
                 of_file["seconds"] = round(of_file["seconds"] + outcome.seconds, 1)
                 of_file["tests"] += 1
-    return dict(sorted(found.items()))
+    return dict(sorted(results.items()))
 
 
-def with_those_of(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What is known of each file, in order, with what was found of some in place of it."""
-    return dict(sorted((known | found).items()))
+def with_new_results(known: dict[str, Any], new_results: dict[str, Any]) -> dict[str, Any]:
+    """Return the known results of all files, sorted, with the new results of some files."""
+    return dict(sorted((known | new_results).items()))
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def note_exhaustive(parts: Sequence[Part]) -> None:
-    """Keep of each file that its exhaustive tests held at this commit today, where all of them passed at once; what is
-    known of other files stays, where these have such tests."""
+    """Record the commit and the date for each file whose exhaustive tests all passed. Entries of other files remain if
+    the files still contain exhaustive tests."""
     commit = _git("rev-parse", "--short", "HEAD")
-    if _git("status", "--porcelain", "--", ".", ":!tests/house/exhaustive.json"):  # which the file before wrote
+    if _git("status", "--porcelain", "--", ".", ":!tests/house/exhaustive.json"):  # written by an earlier run
         commit += "-dirty"
     known = json.loads(EXHAUSTIVE.read_text()) if EXHAUSTIVE.exists() else {}
     known = {file: known[file] for file in known if Path(ROOT, file).exists() and has_exhaustive(Path(ROOT, file))}
-    asked = [outcome for part in parts for outcome in part.outcomes if outcome.exhaustive]
-    unproven = {outcome.test.partition("::")[0] for outcome in asked if outcome.ending != "passed"}
-    held = {"commit": commit, "date": str(datetime.now(UTC).date())}
-    found = {file: of | held for file, of in by_file(parts, exhaustive=True).items() if file not in unproven}
-    EXHAUSTIVE.write_text(json.dumps(with_those_of(known, found), indent=1) + "\n")
+    outcomes = [outcome for part in parts for outcome in part.outcomes if outcome.exhaustive]
+    unproven = {outcome.test.partition("::")[0] for outcome in outcomes if outcome.ending != "passed"}
+    proof = {"commit": commit, "date": str(datetime.now(UTC).date())}
+    results = {file: of | proof for file, of in by_file(parts, exhaustive=True).items() if file not in unproven}
+    EXHAUSTIVE.write_text(json.dumps(with_new_results(known, results), indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="or a folder")
-    parser.add_argument("--quick", action="store_true", help="only what is quick; see tests/README.md")
-    parser.add_argument("--all", action="store_true", help="also what is exhaustive; see tests/README.md")
-    parser.add_argument("--exhaustive", action="store_true", help="only what is; see tests/README.md")
-    parser.add_argument("--light", action="store_true", help="only what depends on versions; see tests/README.md")
-    parser.add_argument("--waits", action="store_true", help="only what is marked so; see tests/README.md")
-    parser.add_argument("--busy", type=int, default=0, metavar="N", help="N busy loops beside the tests")
-    parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="files at a time")
-    parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="mypy beside the tests")
-    parser.add_argument("--measure", action="store_true", help="write seconds.json anew")
-    parser.add_argument("--dearest", type=int, default=0, metavar="N", help="list the N tests that took most CPU time")
-    given = parser.parse_args()
+    parser.add_argument("files", nargs="*", metavar="FILE", help="test file or folder")
+    parser.add_argument("--quick", action="store_true", help="only quick tests and cases; see tests/README.md")
+    parser.add_argument("--all", action="store_true", help="include exhaustive tests; see tests/README.md")
+    parser.add_argument("--exhaustive", action="store_true", help="only exhaustive tests; see tests/README.md")
+    parser.add_argument("--light", action="store_true", help="only tests of package versions; see tests/README.md")
+    parser.add_argument("--waits", action="store_true", help="only tests that are marked waits; see tests/README.md")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="run N busy loops during the tests")
+    parser.add_argument("--sides", type=int, default=(os.cpu_count() or 1) + 1, help="number of parallel files")
+    parser.add_argument("--types", action=argparse.BooleanOptionalAction, default=True, help="run mypy, too")
+    parser.add_argument("--measure", action="store_true", help="update seconds.json")
+    parser.add_argument("--dearest", type=int, default=0, metavar="N", help="print the N slowest tests by CPU time")
+    arguments = parser.parse_args()
     share_cores()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is running is ended then, too
-    files = [file for name in given.files or ["tests"] for file in files_of(name)]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # run the cleanup of running parts
+    files = [file for name in arguments.files or ["tests"] for file in files_of(name)]
     for plugin in ("_hypothesis_pytestplugin", "hypothesis", "pytest_timeout"):
-        importlib.import_module(plugin)  # which every process of pytest loads
+        importlib.import_module(plugin)  # all pytest processes use these plugins
     gc.collect()
-    gc.freeze()  # collections in forked processes do not go through, and so copy, what was imported before the fork
+    gc.freeze()  # garbage collection in forked processes then does not copy these objects
     use_large_pages()
-    if given.light:
+    if arguments.light:
         files = [file for file in files if "mark.versions" in Path(ROOT, file).read_text()]
-    if given.waits:
+    if arguments.waits:
         files = [file for file in files if "mark.waits" in Path(ROOT, file).read_text()]
-    options = [f"--{name}" for name in ("quick", "all", "light") if getattr(given, name)]
-    if given.exhaustive:
+    options = [f"--{name}" for name in ("quick", "all", "light") if getattr(arguments, name)]
+    if arguments.exhaustive:
         files = [file for file in files if has_exhaustive(Path(ROOT, file))]
         options.append("--all")
-    if marks := [mark for mark in ("exhaustive", "waits") if getattr(given, mark)]:
+    if marks := [mark for mark in ("exhaustive", "waits") if getattr(arguments, mark)]:
         options += ["-m", " and ".join(marks)]
-    command = [sys.executable, "-m", "mypy"] if given.types else ["true"]
+    command = [sys.executable, "-m", "mypy"] if arguments.types else ["true"]
     types = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch, busy_loops(given.busy) as loops:
+    with tempfile.TemporaryDirectory(prefix="megappo-tests-") as scratch, busy_loops(arguments.busy) as loops:
         parts = parts_of(files, Path(scratch))
-        suite = Suite(parts, given.sides, options)
+        suite = Suite(parts, arguments.sides, options)
         suite.run(types)
-        unsteady = suite.again(Path(scratch))
-        said, _ = types.communicate()
-        print(said, end="")
-        code = judged(suite, unsteady, parts)
+        unsteady = suite.rerun_failed(Path(scratch))
+        type_errors, _ = types.communicate()
+        print(type_errors, end="")
+        code = print_results(suite, unsteady, parts)
         used = cpu_seconds(os.getpid()) - sum(map(cpu_seconds, loops))
-    print_dearest(parts, given.dearest)
-    if given.measure:
-        others = json.loads(SECONDS.read_text()) if given.files else {}
+    print_dearest(parts, arguments.dearest)
+    if arguments.measure:
+        others = json.loads(SECONDS.read_text()) if arguments.files else {}
         known = {file: others[file] for file in others if Path(ROOT, file).exists()}
-        SECONDS.write_text(json.dumps(with_those_of(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
-    if given.exhaustive or given.all:
+        SECONDS.write_text(json.dumps(with_new_results(known, by_file(parts, exhaustive=False)), indent=1) + "\n")
+    if arguments.exhaustive or arguments.all:
         note_exhaustive(parts)
     print(f"{used / 60:.1f} core-minutes")
     return code or types.returncode

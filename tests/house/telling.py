@@ -1,6 +1,6 @@
-"""A plugin of pytest that tells `suite.py` of each test, by one line of JSON in a file.
+"""pytest plugin that writes the events of a test run to a file, for `suite.py`. Each line is one JSON object.
 
-`{"collected": 12}` comes first; a test is `{"begins": ID}` and then its `Outcome`.
+The first line is `{"collected": 12}`. Each test then writes `{"begins": ID}` and its `Outcome`.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import pytest
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test."""
+    """Result of a test."""
 
     test: str
-    """pytest's ID."""
+    """ID in pytest."""
     ending: str
     """"passed", "failed" or "skipped"."""
     waits: bool
     exhaustive: bool
-    """Whether it is marked so."""
+    """Whether the test is marked `exhaustive`."""
     said: str
-    """Why it was skipped, or what pytest shows of a failure."""
+    """Reason of a skipped test, or the report of pytest about a failure."""
     cpu_seconds: float
-    """Of all processes that belong to its file, in the meantime."""
+    """CPU time of all processes of the test file during the test."""
     seconds: float = 0.0
-    """How long it took."""
+    """Duration of the test."""
 
 
 def cpu_seconds(root: int) -> float:
-    """Of a process and those that descend from it, also of those that have ended and were waited for."""
+    """Return the CPU seconds of a process, its descendants, and ended children that were waited for."""
     used: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
-    for name in os.listdir("/proc"):  # of all processes, after each test: without objects for each
+    for name in os.listdir("/proc"):  # this runs after each test for all processes, and therefore avoids psutil objects
         if name.isdigit():
             try:
                 opened = os.open(f"/proc/{name}/stat", os.O_RDONLY)
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             try:
                 stat = os.read(opened, 4096)
@@ -50,39 +50,39 @@ def cpu_seconds(root: int) -> float:
                 continue
             finally:
                 os.close(opened)
-            words = stat[stat.rindex(b")") + 2 :].split(maxsplit=15)
-            used[int(name)] = sum(map(int, words[11:15]))
-            children[int(words[1])].append(int(name))
+            fields = stat[stat.rindex(b")") + 2 :].split(maxsplit=15)
+            used[int(name)] = sum(map(int, fields[11:15]))
+            children[int(fields[1])].append(int(name))
     ours = [root]
     for process in ours:
         ours += children[process]
     return sum(used.get(process, 0) for process in ours) / os.sysconf("SC_CLK_TCK")
 
 
-class Telling:
-    """The plugin."""
+class EventWriter:
+    """Plugin of pytest."""
 
-    def __init__(self, told: Path, root: int) -> None:
-        """`root`: the process whose CPU time, with that of its descendants, is the tests'."""
+    def __init__(self, path: Path, root: int) -> None:
+        """Count the CPU time of the process `root` and its descendants as the CPU time of the tests."""
         self._root = root
-        self._told = told.open("a", buffering=1)
+        self._file = path.open("a", buffering=1)
         self._reports: list[pytest.TestReport] = []
         self._cpu_seconds = self._begun = 0.0
 
-    def _tell(self, what: dict[str, object]) -> None:
-        self._told.write(json.dumps(what) + "\n")
+    def _write_event(self, event: dict[str, object]) -> None:
+        self._file.write(json.dumps(event) + "\n")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._tell({"collected": len(session.items)})
+        self._write_event({"collected": len(session.items)})
         self._cpu_seconds = cpu_seconds(self._root)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._tell(asdict(Outcome(report.nodeid, "failed", False, False, report.longreprtext, 0.0)))
+            self._write_event(asdict(Outcome(report.nodeid, "failed", False, False, report.longreprtext, 0.0)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports, self._begun = [], time.monotonic()
-        self._tell({"begins": nodeid})
+        self._write_event({"begins": nodeid})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)
@@ -90,14 +90,14 @@ class Telling:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         endings = {report.outcome for report in self._reports}
         ending = next((e for e in ("failed", "skipped") if e in endings), "passed")
-        said = "\n".join(_words(report) for report in self._reports if report.outcome == ending != "passed")
+        text = "\n".join(_report_text(report) for report in self._reports if report.outcome == ending != "passed")
         waits, exhaustive = (any(mark in r.keywords for r in self._reports) for mark in ("waits", "exhaustive"))
         before, self._cpu_seconds = self._cpu_seconds, cpu_seconds(self._root)
         took = self._cpu_seconds - before, time.monotonic() - self._begun
-        self._tell(asdict(Outcome(nodeid, ending, waits, exhaustive, said, *took)))
+        self._write_event(asdict(Outcome(nodeid, ending, waits, exhaustive, text, *took)))
 
 
-def _words(report: pytest.TestReport) -> str:
+def _report_text(report: pytest.TestReport) -> str:
     if report.skipped and isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     sections = [f"--- {name}\n{text}" for name, text in report.sections if text.strip()]

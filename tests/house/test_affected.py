@@ -1,4 +1,4 @@
-"""A change is tried with the tests that come nearest to it, and with few of their cases where time is short."""
+"""Selection of the closest tests of a change, and of quick cases with `--quick`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FILES = {
         ("unknown.txt", []),
     ],
 )
-def test_the_nearest_tests_are_chosen(tmp_path: Path, changed: str, chosen: list[str]) -> None:
+def test_closest_tests_are_selected(tmp_path: Path, changed: str, chosen: list[str]) -> None:
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -58,8 +58,8 @@ def test_the_nearest_tests_are_chosen(tmp_path: Path, changed: str, chosen: list
 
 
 @pytest.mark.slow
-def test_every_module_is_near_to_a_test() -> None:
-    """And what takes part in a step of PPO is tried in one."""
+def test_every_module_selects_a_test() -> None:
+    """Modules of a PPO step also select the test of a step."""
     modules = [path for room in ("megappo", "kernels") for path in (ROOT / room).rglob("*.py")]
     names = [str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"]
     chosen = nearest(Tree(ROOT), names)
@@ -69,7 +69,7 @@ def test_every_module_is_near_to_a_test() -> None:
 
 
 @pytest.mark.waits
-def test_few_cases_stand_for_the_others() -> None:
+def test_quick_option_selects_few_cases() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "--quick", "tests/kernels/test_parallel.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]

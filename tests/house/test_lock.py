@@ -1,4 +1,4 @@
-"""launch/locks: what environments are made of is what the ranges allow, the same in all of them, and nowhere else."""
+"""Lock files in launch/locks: versions are within the ranges and the same in all locks, and have hashes."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ every = pytest.mark.parametrize(("kind", "python"), CHOSEN, ids=["-".join(chosen
 
 
 @every
-def test_a_lock_is_within_the_ranges(kind: str, python: str) -> None:
-    """`python -m tests.house.lock` writes it anew where they change."""
-    found, extras = pins(TEXTS[kind, python]), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*REQUIRED, *(line for extra in EXTRAS[kind] for line in extras["optional-dependencies"][extra])]
-    for requirement in map(Requirement, [*wanted, *ADDED[kind]]):
+def test_lock_is_within_the_ranges(kind: str, python: str) -> None:
+    """`python -m tests.house.lock` updates the locks after a change of the ranges."""
+    versions, extras = pins(TEXTS[kind, python]), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*REQUIRED, *(line for extra in EXTRAS[kind] for line in extras["optional-dependencies"][extra])]
+    for requirement in map(Requirement, [*requirements, *ADDED[kind]]):
         if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
-            assert found[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 @every
-def test_whatever_is_no_build_of_torch_has_its_hashes(kind: str, python: str) -> None:
+def test_packages_except_torch_have_hashes(kind: str, python: str) -> None:
     text = TEXTS[kind, python]
     bare = re.findall(r"^([\w.-]+)==\S+$", text, re.MULTILINE)
-    assert bare == (["torch", "triton"] if kind == "light" else []), "an index has builds of its own"
+    assert bare == (["torch", "triton"] if kind == "light" else []), "the builds depend on the index"
     hashes = r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+"
     entries = re.findall(rf"^[\w.-]+==\S+(?: ; .*?)?{hashes}$", text, re.MULTILINE)
     assert len(entries) + len(bare) == len(pins(text))
-    assert "://" not in text, "which index has the files is nobody's business"
+    assert "://" not in text, "a lock must not contain the address of an index"
 
 
-def test_so_has_pip_itself() -> None:
-    """Which installs the rest; images take it from there, too."""
+def test_pip_is_pinned_with_a_hash() -> None:
+    """pip installs the other packages. Images use the same version."""
     scripts = [path.read_text() for path in (ROOT / "launch").rglob("*.sh")]
     assert re.search(r'^PIP_PIN="pip==\S+ --hash=sha256:[0-9a-f]{64}"$', "\n".join(scripts), re.MULTILINE)
     assert not [text for text in scripts if re.search(r"install .*--upgrade", text)]
 
 
 def test_all_locks_have_the_same_versions() -> None:
-    """But for torch with its Triton, and the Megatron-Core of the Python."""
+    """The exceptions are torch with Triton, and Megatron-Core."""
     first, *others = ({n: v for n, v in pins(text).items() if n != "megatron-core"} for text in TEXTS.values())
     for other in others:
         different = {name for name, version in other.items() if first[name] != version}
@@ -70,23 +70,23 @@ def test_all_locks_have_the_same_versions() -> None:
         ("py2-none-any", False, False),
     ],
 )
-def test_wheels_of_other_machines_are_left_out(tag: str, x86_64: bool, aarch64: bool) -> None:
+def test_wheels_of_other_platforms_are_excluded(tag: str, x86_64: bool, aarch64: bool) -> None:
     assert tuple(any(fits(t, "3.11", m) for t in parse_tag(tag)) for m in ("x86_64", "aarch64")) == (x86_64, aarch64)
 
 
-def test_a_package_is_locked_for_the_machines_that_want_it() -> None:
+def test_package_is_locked_for_required_machines() -> None:
     def file(name: str, digest: str) -> dict[str, object]:
         return {"url": f"somewhere/{name}", "hashes": {"sha256": digest}}
 
     wheels = [file("a-1-cp311-cp311-manylinux_2_28_x86_64.whl", "ab"), file("a-1-cp310-cp310-win_amd64.whl", "cd")]
     package = {"name": "a", "version": "1", "wheels": wheels, "sdist": file("a-1.tar.gz", "ef")}
-    assert locked(package, "3.11").hashes == ("ab", "ef"), "others build it"
+    assert locked(package, "3.11").hashes == ("ab", "ef"), "other machines need the source distribution"
     one = locked(package | {"marker": "platform_machine == 'x86_64'"}, "3.11")
     assert one == Locked("a", "1", "x86_64", ("ab",))
     assert one.lines() == "a==1 ; platform_machine == 'x86_64' \\\n    --hash=sha256:ab"
 
 
-def test_what_torch_alone_brings_along_is_left_to_its_build() -> None:
+def test_dependencies_of_torch_alone_are_not_locked() -> None:
     text = """cuda-bindings==13
     # via
     #   megatron-core

@@ -1,5 +1,5 @@
-"""The wheel is a product: it trains the quickstart from any folder, every command runs with what it brings along, and
-it hides Hugging Face's package `kernels` nowhere."""
+"""Wheel: the quickstart runs from any folder, all commands run with the dependencies of the wheel, and the package
+`kernels` of Hugging Face can still be imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "actor.mi
 
 
 def clean() -> None:
-    """Remove what building leaves in the repository."""
+    """Remove the build files from the repository."""
     for leftover in ("build", "megappo.egg-info"):
         shutil.rmtree(ROOT / leftover, ignore_errors=True)
 
@@ -46,25 +46,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("megappo-*.whl"))
 
 
-def test_the_wheel_holds_both_packages_and_no_kernels(wheel: Path) -> None:
+def test_wheel_contains_both_packages_and_no_kernels(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {"megappo", "megappo_kernels"} <= tops
     assert "kernels" not in tops
     sources = {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels").rglob("*.py")}
-    assert sources <= set(names), "every module of the kernels is packaged"
-    assert {"megappo/py.typed", "megappo_kernels/py.typed"} <= set(names), "type checkers read our annotations"
-    assert "megappo/requirements.txt" in names, "the doctor reads it"
+    assert sources <= set(names), "the wheel lacks modules of the kernels"
+    assert {"megappo/py.typed", "megappo_kernels/py.typed"} <= set(names), "type checkers need the marker py.typed"
+    assert "megappo/requirements.txt" in names, "the doctor reads this file"
     page = ROOT / "megappo/observe/page"
-    assert {str(p.relative_to(ROOT)) for p in page.iterdir() if p.is_file()} <= set(names), "the page of a report"
-    assert {f"megappo/guides/{topic}.md" for topic in TOPICS} <= set(names), "megappo guide prints them"
+    assert {str(p.relative_to(ROOT)) for p in page.iterdir() if p.is_file()} <= set(names), (
+        "the wheel lacks files of the report page"
+    )
+    assert {f"megappo/guides/{topic}.md" for topic in TOPICS} <= set(names), (
+        "the wheel lacks documents for megappo guide"
+    )
     scripts = {str(p.relative_to(ROOT)) for p in (ROOT / "launch").rglob("*.sh")} - {"launch/image.sh"}
-    assert {f"megappo/shipped/{script}" for script in scripts} <= set(names), "launchers"
+    assert {f"megappo/shipped/{script}" for script in scripts} <= set(names), "the wheel lacks launch scripts"
     entry = next(n for n in names if n.endswith("entry_points.txt"))
     assert "megappo = megappo.__main__:start" in zipfile.ZipFile(wheel).read(entry).decode()
 
 
-def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+def test_wheel_metadata_is_correct(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     text = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
     about = email.message_from_string(text)
@@ -77,41 +81,43 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert {str(Requirement(r)) for r in runtime} == {str(Requirement(r)) for r in lines if not r.startswith("#")}
 
 
-def test_the_quickstart_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
-    """In an empty folder, where no clone is on the path."""
-    site, here = tmp_path / "site", tmp_path / "here"
-    here.mkdir()
-    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=here)
+def test_quickstart_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Start in an empty folder, without a clone of the repository in the path."""
+    site, folder = tmp_path / "site", tmp_path / "here"
+    folder.mkdir()
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, cwd=folder)
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "megappo", "quickstart", "run.steps=1", "evaluation=null", *SMALL]
-    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "megappo", "quickstart", "run.steps=1", "evaluation=null", *SMALL]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    (run,) = (here / "runs").glob("quickstart-*")
+    (run,) = (folder / "runs").glob("quickstart-*")
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["path"] == str(site / "megappo" / "shipped" / "configs" / "models" / "tiny_arithmetic")
     assert (run / "final" / "model.safetensors").exists()
-    assert [path.name for path in here.iterdir()] == ["runs"]
+    assert [path.name for path in folder.iterdir()] == ["runs"]
 
 
 def required(names: Iterable[str]) -> dict[str, metadata.Distribution]:
-    """Distributions that pip would install for these requirements, from those of this environment."""
-    found: dict[str, metadata.Distribution] = {}
-    asked, todo = set(), [(Requirement(name), "") for name in names]
+    """Return the distributions of this environment that pip would install for these requirements."""
+    distributions: dict[str, metadata.Distribution] = {}
+    visited, todo = set(), [(Requirement(name), "") for name in names]
     while todo:
         requirement, extra = todo.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
-        found[name] = metadata.distribution(name)
-        for wanted in ("", *requirement.extras):
-            if (name, wanted) not in asked:
-                asked.add((name, wanted))
-                todo += [(Requirement(inner), wanted) for inner in found[name].requires or ()]
-    return found
+        distributions[name] = metadata.distribution(name)
+        for extra_name in ("", *requirement.extras):
+            if (name, extra_name) not in visited:
+                visited.add((name, extra_name))
+                todo += [(Requirement(inner), extra_name) for inner in distributions[name].requires or ()]
+    return distributions
 
 
 def link_distributions(distributions: dict[str, metadata.Distribution], site: Path) -> None:
-    """Put links to what the distributions installed into another site-packages, and to nothing else."""
+    """Link the files of the distributions into another site-packages folder."""
 
     def entries(distribution: metadata.Distribution) -> set[str]:
         return {line.split(",")[0] for line in (distribution.read_text("RECORD") or "").splitlines() if line[0] != "."}
@@ -131,7 +137,7 @@ def link_distributions(distributions: dict[str, metadata.Distribution], site: Pa
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment with what `pip install .` puts there, and nothing else."""
+    """Return the Python of an environment with only the packages of `pip install .`."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
@@ -165,8 +171,8 @@ print(codes)
 """
 
 
-def test_every_command_runs_with_what_pip_installs(bare: Path, tmp_path: Path) -> None:
-    """The extras add engines, tasks and loggers; no subcommand needs them to start."""
+def test_every_command_runs_without_extras(bare: Path, tmp_path: Path) -> None:
+    """Extras add engines, tasks and loggers. All subcommands start without extras."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("models", "quickstart.yaml"):
         (tmp_path / "configs").mkdir(exist_ok=True)
@@ -178,8 +184,8 @@ def test_every_command_runs_with_what_pip_installs(bare: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     codes = ast.literal_eval(done.stdout.splitlines()[-1])
     assert (codes["plan"], codes["dry run"]) == (0, 0), done.stdout + done.stderr
-    assert codes["doctor"] in (0, 1)  # what is broken on this machine is no business of this test
-    assert (codes["report"], codes["export"]) == (2, 2)  # there is no such run
+    assert codes["doctor"] in (0, 1)  # the machine of this test may have problems
+    assert (codes["report"], codes["export"]) == (2, 2)  # the run does not exist
     assert done.stdout.count("usage: megappo") == 8
 
 
@@ -187,23 +193,23 @@ def test_every_command_runs_with_what_pip_installs(bare: Path, tmp_path: Path) -
 def interpreter(
     request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Python of an environment with Hugging Face's kernels and megappo; the rest comes from this environment."""
+    """Return the Python of an environment with megappo and the kernels of Hugging Face. Other packages are shared."""
     folder = tmp_path_factory.mktemp(request.param)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "parent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    what = ["-e", str(ROOT)] if request.param == "editable" else [str(wheel)]
+    target = ["-e", str(ROOT)] if request.param == "editable" else [str(wheel)]
     install = [*PIP, "--python", str(python), "install", *NO_DEPENDENCIES]
-    # Without the path of the repository, where pip would find what a build left there to be installed already.
+    # Remove the path of the repository. Otherwise pip finds the files of a build and regards megappo as installed.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([*install, "kernels==0.17.2", *what], check=True, cwd=folder, env=environment)
+    subprocess.run([*install, "kernels==0.17.2", *target], check=True, cwd=folder, env=environment)
     yield python
     clean()
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_both_import_side_by_side(interpreter: Path, tmp_path: Path, inside: bool) -> None:
+def test_both_kernel_packages_can_be_imported(interpreter: Path, tmp_path: Path, inside: bool) -> None:
     code = (
         "import kernels, megappo\n"
         "from megappo_kernels.lm_head import linear_logprob\n"

@@ -1,4 +1,4 @@
-"""What the documents show is what there is: links, commands, settings, examples, and the tables made from the code."""
+"""Documents: links, commands, settings, examples and generated tables match the code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megappo.config.load import load_config
 from megappo.config.schema import CheckpointSettings, Config
 from megappo.observe.metric_docs import METRICS
 from tests.house.commands import assert_is_read, blocks, check_command, commands, inline_code
-from tests.house.documents import documents, written_anew
+from tests.house.documents import documents, with_current_tables
 from tests.support.places import ROOT
 
 DOCUMENTS = documents()
 CURRENT = [path for path in DOCUMENTS if path.parent.name != "results"]
-"""Without those of what was measured once, which say how it was then."""
+"""Documents without results of past measurements."""
 LONGEST_README_LINES = 160
 
 
@@ -46,18 +46,18 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The configuration that the README shows."""
+    """Return the configuration in the README."""
     path = tmp_path / "my-run.yaml"
     path.write_text(blocks((ROOT / "README.md").read_text(), "yaml")[0])
     return path
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert (ROOT / "README.md").read_text().count("\n") <= LONGEST_README_LINES
 
 
 def test_links_from_the_readme_reach_every_document() -> None:
-    """Result pages are reached, too, through the pages that cite them."""
+    """Pages with results are linked from the pages that cite the results."""
     reached, pending = set(), [ROOT / "README.md"]
     while pending:
         path = pending.pop()
@@ -69,9 +69,9 @@ def test_links_from_the_readme_reach_every_document() -> None:
 
 
 @every(DOCUMENTS)
-def test_tables_are_those_of_the_code(path: Path) -> None:
+def test_generated_tables_are_current(path: Path) -> None:
     text = path.read_text()
-    assert text == written_anew(text), "run: python -m tests.house.documents"
+    assert text == with_current_tables(text), "run: python -m tests.house.documents"
 
 
 @cache
@@ -80,7 +80,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @every(DOCUMENTS)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_have_existing_targets(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if not target.startswith("http"):
             file, _, heading = target.partition("#")
@@ -90,7 +90,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 @every(CURRENT)
-def test_files_and_variables_that_are_named_are_there(path: Path) -> None:
+def test_named_files_and_variables_exist(path: Path) -> None:
     text = path.read_text()
     for name in re.findall(r"(?<![\w./])(?:launch|tests|benchmarks|configs|megappo|kernels)/[\w./-]+\.\w+\b", text):
         assert (ROOT / name).exists(), name
@@ -99,29 +99,29 @@ def test_files_and_variables_that_are_named_are_there(path: Path) -> None:
 
 
 @every(CURRENT)
-def test_commands_are_taken(path: Path, example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parsed by what they call, down to each setting; plans are made."""
-    for words in commands(path.read_text()):
-        check_command(words, example)
+def test_commands_are_valid(path: Path, example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All commands are parsed, including each setting. Commands with `plan` are run."""
+    for command in commands(path.read_text()):
+        check_command(command, example)
     capsys.readouterr()
 
 
 def settings_below(model: Any) -> Any:
-    """The fields of a section, through unions with None."""
+    """Return the fields of a section. A union with None is resolved."""
     for candidate in (model, *getattr(model, "__args__", ())):
         if hasattr(candidate, "model_fields"):
             return candidate.model_fields
     return None
 
 
-@every([path for path in CURRENT if path.name != "CHANGELOG.md"])  # which names what was
-def test_settings_and_metrics_that_are_named_exist(path: Path) -> None:
+@every([path for path in CURRENT if path.name != "CHANGELOG.md"])  # the changelog names old settings
+def test_named_settings_and_metrics_exist(path: Path) -> None:
     sections, kinds = "|".join(Config.model_fields), {name.split("/")[0] for name in METRICS}
     for code in inline_code(path.read_text()):
-        found = re.match(rf"((?:{sections})(?:\.[a-z_0-9]+)+)(?:[:=, ]|$)", code)
-        if found and not code.endswith((".json", ".sh", ".yaml")):
+        match = re.match(rf"((?:{sections})(?:\.[a-z_0-9]+)+)(?:[:=, ]|$)", code)
+        if match and not code.endswith((".json", ".sh", ".yaml")):
             fields: Any = Config.model_fields
-            for key in found[1].split("."):
+            for key in match[1].split("."):
                 assert fields is None or key in fields, code
                 fields = settings_below(fields[key].annotation) if fields is not None else None
         kind, _, metric = code.partition("/")
@@ -130,7 +130,7 @@ def test_settings_and_metrics_that_are_named_exist(path: Path) -> None:
 
 
 def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `base` with those of `more` in their places."""
+    """Merge the settings in `more` into a copy of `base`."""
     result = copy.deepcopy(base)
     for key, value in more.items():
         inner = result.get(key)
@@ -140,7 +140,7 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 @every(CURRENT)
 def test_examples_of_settings_and_data_are_valid(path: Path, tmp_path: Path) -> None:
-    """An example that is no whole run is a part of the quickstart."""
+    """An example without the section `run` is merged into the quickstart."""
     quickstart = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
     for block in blocks(path.read_text(), "yaml"):
         shown = yaml.safe_load(block)
@@ -153,7 +153,7 @@ def test_examples_of_settings_and_data_are_valid(path: Path, tmp_path: Path) -> 
 
 @every([path for path in CURRENT if blocks(path.read_text(), "python")])
 def test_examples_in_python_run(path: Path) -> None:
-    """But for those of `megappo.api`, which tests/api/test_api.py runs."""
+    """Examples of `megappo.api` are excluded, because tests/api/test_api.py runs these examples."""
     for block in blocks(path.read_text(), "python") if path.parent.name != "api" else ():
         if "megappo.api" in block:
             continue
@@ -165,8 +165,8 @@ def test_examples_in_python_run(path: Path) -> None:
             assert isinstance(names["hidden"].grad, torch.Tensor) and names["hidden"].grad.isfinite().all()
 
 
-def test_the_kernel_table_is_complete() -> None:
-    """Whatever the trainer uses of the kernels, anybody can."""
+def test_kernel_table_is_complete() -> None:
+    """The README of the kernels documents all kernels that the trainer uses."""
     named = set(inline_code((ROOT / "kernels" / "README.md").read_text()))
     imported = {
         (node.module, alias.name)
@@ -179,20 +179,20 @@ def test_the_kernel_table_is_complete() -> None:
     assert "ppo_head_loss" in functions and functions <= named
 
 
-def test_the_checkpoint_settings_are_all_there_with_their_defaults() -> None:
+def test_checkpoint_settings_are_documented_with_defaults() -> None:
     (example,) = blocks((ROOT / "megappo" / "checkpoint" / "README.md").read_text(), "yaml")
     section = yaml.safe_load(example)["checkpoint"]
     assert {**CheckpointSettings().model_dump(), "keep_best": "reward/mean"} == section
 
 
-def test_exit_codes_are_those_of_the_program() -> None:
+def test_documented_exit_codes_are_complete() -> None:
     codes = {errors.RUN_ERROR, errors.USER_ERROR, errors.REQUEUE, errors.HANG, errors.STOPPED_BY_USER, errors.FAULT}
     text = (ROOT / "megappo" / "checkpoint" / "README.md").read_text()
     table = text.split("| exit code | meaning |")[1].split("\n\n")[0]
     assert {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == {0} | codes
 
 
-def test_the_workflow_runs_what_is_there() -> None:
+def test_workflow_runs_existing_files() -> None:
     (path,) = (ROOT / ".github" / "workflows").glob("*.yml")
     jobs = yaml.safe_load(path.read_text())["jobs"]
     ran = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]

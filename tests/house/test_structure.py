@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""Rules for the structure of the code."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ LARGEST_TOP_LEVEL = 6
 
 
 @pytest.mark.parametrize("package", ["megappo", "kernels/megappo_kernels"])
-def test_rooms_do_not_import_in_circles(package: str) -> None:
-    """Everything can be read from the bottom up: once the rooms that import nothing are read, others import only what
-    has been read, and so on."""
+def test_rooms_have_no_circular_imports(package: str) -> None:
+    """All rooms can be read in an order in which each room comes after its imports."""
     unread = rooms_of(package)
     while readable := [room for room, imported in unread.items() if not imported & unread.keys()]:
         for room in readable:
@@ -32,8 +31,8 @@ def test_rooms_do_not_import_in_circles(package: str) -> None:
     assert not unread, {room: sorted(imported & unread.keys()) for room, imported in unread.items()}
 
 
-def test_a_name_means_one_thing() -> None:
-    """No two classes of a room share a name, underscores aside; the architecture's glossary has the words."""
+def test_class_names_are_unique_in_a_room() -> None:
+    """Two classes of a room must have different names. A leading underscore is ignored."""
     homes: dict[tuple[str, ...], Path] = {}
     for path in SOURCES:
         room = path.relative_to(ROOT).parts[:2]
@@ -42,12 +41,12 @@ def test_a_name_means_one_thing() -> None:
                 assert homes.setdefault((*room, node.name.lstrip("_")), path) == path, (node.name, path)
 
 
-def test_the_top_of_the_package_is_small() -> None:
+def test_package_has_few_top_level_modules() -> None:
     modules = {path.name for path in (ROOT / "megappo").glob("*.py")}
     assert len(modules) <= LARGEST_TOP_LEVEL, modules
 
 
-def test_the_mathematics_depends_on_torch_and_the_kernels_only() -> None:
+def test_algorithms_import_only_torch_and_kernels() -> None:
     own = {"torch", "megappo", "megappo_kernels"}
     for path in (ROOT / "megappo" / "algo").rglob("*.py"):
         outside = {n.split(".")[0] for n in imports(path)} - own - set(sys.stdlib_module_names)
@@ -55,23 +54,23 @@ def test_the_mathematics_depends_on_torch_and_the_kernels_only() -> None:
         assert all(n.startswith("megappo.algo") for n in imports(path) if n.split(".")[0] == "megappo")
 
 
-def test_kernels_know_nothing_of_megappo() -> None:
+def test_kernels_do_not_import_megappo() -> None:
     for path in (ROOT / "kernels").rglob("*.py"):
         assert not [n for n in imports(path) if n.split(".")[0] == "megappo"], path
 
 
-def test_ranks_tell_each_other_objects_in_one_way() -> None:
-    """Gathering and broadcasting pickles stands in `runtime/objects.py`; fixes of upstream may replace it."""
+def test_object_collectives_are_in_one_file() -> None:
+    """Only `runtime/objects.py` gathers and broadcasts pickled objects. Patches of upstream code are excepted."""
     collectives = re.compile(r"\b(broadcast_object_list|(all_)?gather_object|scatter_object_list)\b")
     homes = {path.name for path in (ROOT / "megappo").rglob("*.py") if collectives.search(path.read_text())}
     assert homes <= {"objects.py", "megatron_patches.py"}
 
 
-def test_no_formula_stands_twice() -> None:
+def test_no_formula_is_repeated() -> None:
     assert not repeated(SOURCES)
 
 
-def test_a_formula_is_known_under_other_names(tmp_path: Path) -> None:
+def test_repeated_formula_is_detected_with_other_names(tmp_path: Path) -> None:
     once = "def kl(gap):\n    near = gap.clamp(-20, 20)\n    shrunk = (-near).exp()\n    return shrunk - 1 + near\n"
     again = "def estimate(d):\n    x = torch.clamp(d, -20.0, 20.0)\n    return x + (tl.exp(-x) - 1)\n"
     other = "def estimate(policy, other):\n    return policy - other + torch.exp(other - policy) - 1\n"
@@ -82,17 +81,17 @@ def test_a_formula_is_known_under_other_names(tmp_path: Path) -> None:
     assert not repeated([tmp_path / "once.py", tmp_path / "other.py"])
 
 
-def test_a_clock_that_jumps_decides_nothing() -> None:
-    """Deadlines and durations are of the monotonic clock; the other is read by the doctor, which compares clocks, for
-    TensorBoard, whose events bear the time of day, and once for the end of SLURM's job, which it says by it."""
+def test_deadlines_use_the_monotonic_clock() -> None:
+    """Deadlines and durations use the monotonic clock. The system clock is used only by the doctor, which compares
+    clocks, by events of TensorBoard, and by the message about the end of a SLURM job."""
     for path in (ROOT / "megappo").rglob("*.py"):
         if path.parent.name != "doctor" and path.name not in ("tensorboard_log.py", "launchers.py"):
             assert not re.search(r"\btime\.time\(|datetime\.(now|utcnow)\(", path.read_text()), path
 
 
-def test_what_many_use_has_one_home() -> None:
-    """The nearest word, the wait with a deadline, the way to a person at the terminal, and process groups, which all
-    need a timeout; `guard` runs alone."""
+def test_common_operations_are_in_one_file() -> None:
+    """Only these files contain suggestions of names, waits with a deadline, output to the terminal, process groups
+    (which all need a timeout), and transfers of objects. `guard` is a separate program."""
     homes = {
         r"^import difflib|^from difflib": {"errors.py"},
         r"\btime\.sleep\(": {"runtime/waiting.py", "engines/sglang/guard.py"},
@@ -101,14 +100,14 @@ def test_what_many_use_has_one_home() -> None:
         r"\.all_gather_object\(|\.broadcast_object_list\(": {"runtime/objects.py"},
     }
     for pattern, files in homes.items():
-        found = {p for p in (ROOT / "megappo").rglob("*.py") if re.search(pattern, p.read_text(), re.MULTILINE)}
-        assert {str(p.relative_to(ROOT / "megappo")) for p in found} == files, pattern
+        paths = {p for p in (ROOT / "megappo").rglob("*.py") if re.search(pattern, p.read_text(), re.MULTILINE)}
+        assert {str(p.relative_to(ROOT / "megappo")) for p in paths} == files, pattern
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_megatron_is_prepared_before_it_is_imported() -> None:
-    """Whatever of megappo is imported first: otherwise it says at every start what it lacks."""
+def test_megatron_is_prepared_before_import() -> None:
+    """Megatron is prepared by every first import of megappo. Otherwise Megatron prints warnings at each start."""
     program = "from megappo.runtime.heap import collections_put_off\n"
     program += "with collections_put_off(): import megappo.checkpoint, megappo.ppo.run"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -116,61 +115,62 @@ def test_megatron_is_prepared_before_it_is_imported() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_fit_a_screen(path: Path) -> None:
+def test_files_and_functions_are_short(path: Path) -> None:
     assert path.read_text().count("\n") <= 450
     for name, lines in function_lines(path):
         assert lines <= 60, f"{path} {name}"
 
 
 def function_lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Functions and how long they are, but for kernels in Triton's language, which cannot call what is not inlined."""
+    """Yield functions and their numbers of lines. Triton kernels are excluded, because the functions that a kernel
+    calls are inlined."""
     nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in nodes:
         if not any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
             yield node.name, (node.end_lineno or 0) - node.lineno + 1
 
 
-def test_nine_functions_of_ten_are_short() -> None:
+def test_most_functions_are_very_short() -> None:
     lines = sorted(length for path in SOURCES for _, length in function_lines(path))
     assert lines[len(lines) * 9 // 10] <= 22
 
 
-def test_the_step_fits_a_screen() -> None:
+def test_ppo_step_is_short() -> None:
     tree = ast.parse((ROOT / "megappo" / "ppo" / "trainer.py").read_text())
     step = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "ppo_step")
     assert (step.end_lineno or 0) - step.lineno < 60
 
 
-def kept_private() -> set[str]:
-    """Names that our code gives to what it keeps to itself: functions, classes, attributes and constants."""
+def private_names() -> set[str]:
+    """Return the private names of the product: functions, classes, attributes and constants."""
     nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
     names = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     names |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    of_named_tuples = {"_replace", "_asdict", "_make", "_fields"}  # which Python documents
+    of_named_tuples = {"_replace", "_asdict", "_make", "_fields"}  # public methods of Python
     return {name for name in names if re.match(r"_[^_]", name)} - of_named_tuples
 
 
-PRIVATE = kept_private()
+PRIVATE = private_names()
 
 
 def private_members(source: str) -> set[str]:
-    """What a file uses of it, by attribute, import, name in a string, or patch."""
-    found: set[str] = set()
+    """Return the private names that a file uses by attribute, import, string or patch."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and re.search(r"(attr|item|patch\.object)$", ast.unparse(node.func)):
-            found |= {str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant)}
+            names |= {str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant)}
         elif isinstance(node, ast.Constant) and re.fullmatch(r"megappo(_kernels)?(\.\w+)+", str(node.value)):
-            found |= {*str(node.value).split(".")}
-    return found & PRIVATE
+            names |= {*str(node.value).split(".")}
+    return names & PRIVATE
 
 
-def test_tests_observe_what_everybody_can() -> None:
-    """They and the benchmarks reach into nothing private of ours, so that they hold on to what users have."""
+def test_tests_use_only_public_names() -> None:
+    """Tests and benchmarks use only public names, so that the names that users depend on are tested."""
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         assert not private_members(path.read_text()), path
 
@@ -185,23 +185,23 @@ def test_tests_observe_what_everybody_can() -> None:
         "monkeypatch.setattr('megappo.rewards.workers._DIED', '')",
     ],
 )
-def test_a_private_member_is_seen(line: str) -> None:
+def test_use_of_private_member_is_detected(line: str) -> None:
     assert private_members(line)
     assert not private_members("self._complete = cls._complete = other.__class__; os._exit(1); super()._complete()")
 
 
-def test_upstream_is_reached_through_megatron_core_only() -> None:
+def test_only_megatron_core_is_imported() -> None:
     for path in SOURCES:
         assert not [n for n in imports(path) if n.startswith("megatron.") and not n.startswith("megatron.core")], path
 
 
-def test_no_trainer_imports_sglang() -> None:
-    """Which takes it seconds, and fails beside some versions of transformers. Servers load the files that may."""
+def test_trainer_does_not_import_sglang() -> None:
+    """The import takes seconds and fails with some versions of transformers. Only files for servers import SGLang."""
     for path in (path for path in SOURCES if not path.name.startswith("sglang_")):
         assert not [n for n in imports(path) if n.split(".")[0] == "sglang"], path
 
 
-def test_every_promise_of_security_names_a_test_that_is_there() -> None:
+def test_security_document_names_existing_tests() -> None:
     rows = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ") and "::" in line]
     assert len(rows) > 15
     for row in rows:
@@ -209,7 +209,7 @@ def test_every_promise_of_security_names_a_test_that_is_there() -> None:
         assert f"\ndef {name}(" in (ROOT / path).read_text(), row
 
 
-def test_the_top_level_is_fixed() -> None:
+def test_top_level_files_are_fixed() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -227,7 +227,7 @@ def test_command_line_starts_without_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_every_area_of_mutation_testing_names_files_that_are_there() -> None:
+def test_mutation_areas_name_existing_files() -> None:
     areas = sorted((ROOT / ".cosmic-ray").glob("*.toml"))
     assert {path.stem for path in areas} == {
         "algo", "checkpoint", "config", "engines", "environments", "kernels", "map", "packing", "plan", "ppo",
@@ -238,8 +238,8 @@ def test_every_area_of_mutation_testing_names_files_that_are_there() -> None:
         assert tests and all((ROOT / name).exists() for name in [*settings["module-path"], *tests]), path
 
 
-def test_a_room_has_its_tests_under_its_name() -> None:
-    """And what else stands in `tests` is named in its README.md."""
+def test_each_room_has_a_test_folder() -> None:
+    """The README.md of `tests` lists all other folders."""
     tests = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
     rooms = {path.parent.name for path in (ROOT / "megappo").glob("*/__init__.py")}
     others = {
@@ -262,15 +262,15 @@ def test_a_room_has_its_tests_under_its_name() -> None:
 
 
 def test_tests_are_one_package() -> None:
-    """Files of two folders may have one name, and no folder of tests hides a package of another's name."""
+    """Files in two folders can have the same name, and no test folder hides another package."""
     folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         assert "noqa: E" + "402" not in path.read_text(), path
 
 
-def test_imports_between_tests_and_benchmarks_go_one_way() -> None:
-    """What tests share knows no benchmark, and benchmarks know nothing of tests but that."""
+def test_benchmarks_import_only_shared_test_code() -> None:
+    """Shared test code does not import benchmarks. Benchmarks import only the shared code of the tests."""
     for path in (ROOT / "tests" / "support").rglob("*.py"):
         assert not [name for name in imports(path) if name.split(".")[0] == "benchmarks"], path
     for path in (ROOT / "benchmarks").rglob("*.py"):
@@ -290,8 +290,8 @@ def test_imports_between_tests_and_benchmarks_go_one_way() -> None:
         ("time.monotonic()", False),
     ],
 )
-def test_a_test_that_waits_is_marked_so(tmp_path: Path, line: str, fails: bool) -> None:
-    """Otherwise it fails, so that whoever waits longer on busy cores is known."""
+def test_waiting_test_needs_the_marker(tmp_path: Path, line: str, fails: bool) -> None:
+    """A test that waits without the marker fails. The marker identifies tests that can be slow on busy cores."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_call, pytest_runtest_setup\n")
     marks = {"bare": "", "marked": "@pytest.mark.waits\n"}
     for name, mark in marks.items():

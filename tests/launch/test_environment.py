@@ -1,4 +1,4 @@
-"""launch/environment.sh, with a Python whose pip only takes time."""
+"""Tests of launch/environment.sh, with a test Python whose pip installs nothing."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.support.places import QUICKSTART, ROOT
 
 pytestmark = pytest.mark.waits
 
-# `-m venv FOLDER` puts itself there; `-m pip install --require-hashes -r ...` notes the head of the lock, and waits for
-# the file that PIP_WAITS_FOR names, if it does.
+# `-m venv FOLDER` copies this program. `-m pip install --require-hashes -r ...` records the first line of the lock. The
+# call then waits for the file in PIP_WAITS_FOR, if the variable is set.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     --version) echo "Python ${0##*/python}.4" ;;
     -c*) [[ "$*" == *"!= '${0##*/python}'"* ]] ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip install"*" --require-hashes "*)
-        wanted=$(head -n 1 "${@: -1}")
-        [[ $wanted =~ ^pip== ]] && exit
-        echo "$wanted" >>"$BUILDS"
+        lock=$(head -n 1 "${@: -1}")
+        [[ $lock =~ ^pip== ]] && exit
+        echo "$lock" >>"$BUILDS"
         echo "${PIP_NO_INDEX:-} ${PIP_FIND_LINKS:-}" >"$BUILDS.wheels"
         until [ -z "${PIP_WAITS_FOR:-}" ] || [ -e "$PIP_WAITS_FOR" ]; do sleep 0.05; done ;;
     "-m megappo "*) printf '%s\n' "$PWD" "${PYTHONPATH%%:*}" "$@" ;;
@@ -39,7 +39,7 @@ USE = 'set -euo pipefail; source launch/environment.sh; ensure_environment "$1";
 
 
 class Machine:
-    """A home with clones of the repository's launch folder, and with interpreters that stand first on PATH."""
+    """A home folder with clones of the launch folder, and with test interpreters that come first in PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.builds = folder, folder / "builds"
@@ -71,7 +71,7 @@ class Machine:
         waits_for: Path | None = None,
         **variables: str,
     ) -> subprocess.Popen[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
         settings = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_CACHE": str(self.folder / "cache")}
         settings |= {
             "MEGAPPO_PYTHON_VERSION": version,
@@ -79,30 +79,30 @@ class Machine:
             "PIP_WAITS_FOR": str(waits_for or ""),
         }
         process = subprocess.Popen(
-            ["bash", "-c", USE + then, "bash", kind], cwd=clone, env=kept | settings | variables, text=True,
+            ["bash", "-c", USE + then, "bash", kind], cwd=clone, env=environment | settings | variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process
 
     def use(self, clone: Path, kind: str = "light", version: str = "") -> Path:
-        """The environment that a script of this clone gets."""
+        """Return the environment that a script of this clone uses."""
         process = self.start(clone, kind, version=version)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, said
-        return Path(said.splitlines()[-1].removeprefix("uses "))
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        return Path(output.splitlines()[-1].removeprefix("uses "))
 
-    def run(self, clone: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, clone: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run launch/environment.sh of a clone."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
         settings = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_CACHE": str(self.folder / "cache")}
         return subprocess.run(
-            ["bash", "launch/environment.sh", *words], cwd=clone, capture_output=True, text=True, timeout=60,
-            check=False, env=kept | settings | {"BUILDS": str(self.builds), "PIP_WAITS_FOR": ""} | variables,
+            ["bash", "launch/environment.sh", *arguments], cwd=clone, capture_output=True, text=True, timeout=60,
+            check=False, env=environment | settings | {"BUILDS": str(self.builds), "PIP_WAITS_FOR": ""} | variables,
         )  # fmt: skip
 
-    def prune(self, clone: Path, *words: str) -> str:
-        done = self.run(clone, "prune", *words)
+    def prune(self, clone: Path, *arguments: str) -> str:
+        done = self.run(clone, "prune", *arguments)
         return done.stdout + done.stderr
 
     def wait_for_builds(self, count: int) -> None:
@@ -117,25 +117,26 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     made = Machine(tmp_path)
     yield made
     for process in made.started:
-        with suppress(ProcessLookupError):  # what outlived its script is in the script's process group too
+        with suppress(ProcessLookupError):  # processes that outlive a script are in the same process group
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def test_clones_kinds_and_python_versions_live_side_by_side(machine: Machine) -> None:
+def test_clones_kinds_and_versions_have_separate_environments(machine: Machine) -> None:
     one, two = machine.clone("one"), machine.clone("two", "another-requirement\n")
     used = [machine.use(one), machine.use(two), machine.use(one, "full"), machine.use(two, version="3.12")]
     assert len(set(used)) == 4 and all((folder / "complete").exists() for folder in used)
-    assert machine.use(one) == used[2], "the full environment serves for the light one"
+    assert machine.use(one) == used[2], "the full environment must also be used as the light environment"
     assert len(machine.builds.read_text().splitlines()) == 4
 
 
-def test_the_full_set_has_python_3_12_where_it_is(machine: Machine) -> None:
-    """The light one 3.11; `MEGAPPO_PYTHON_VERSION` chooses for both; the build says which it is."""
+def test_full_set_prefers_python_3_12(machine: Machine) -> None:
+    """The light set uses 3.11. `MEGAPPO_PYTHON_VERSION` selects the version for both. The build reports the
+    version."""
 
     def built(kind: str, version: str = "") -> str:
-        said, _ = machine.start(clone, kind, version=version).communicate(timeout=60)
-        return said.splitlines()[0].partition(" with ")[2].partition(" (")[0]
+        output, _ = machine.start(clone, kind, version=version).communicate(timeout=60)
+        return output.splitlines()[0].partition(" with ")[2].partition(" (")[0]
 
     clone, folder = machine.clone("one"), machine.folder / "bin"
     assert built("light") == f"Python 3.11.4 from {folder}/python3.11"
@@ -145,26 +146,26 @@ def test_the_full_set_has_python_3_12_where_it_is(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("name", ["python3.12", "./python3.12", "python-of-mine", "ABSOLUTE"])
-def test_exactly_the_named_interpreter_is_used(tmp_path: Path, name: str) -> None:
-    """No other `python` in the same folder is used. A name without a folder is searched on PATH."""
+def test_only_the_named_interpreter_is_used(tmp_path: Path, name: str) -> None:
+    """Other interpreters in the same folder are not used. A name without a folder is searched in PATH."""
     for program in ("python3.12", "python-of-mine", "python"):
         (tmp_path / program).write_text(f'#!/usr/bin/env bash\necho "{program} $*"\n')
         (tmp_path / program).chmod(0o755)
-    given = str(tmp_path / "python3.12") if name == "ABSOLUTE" else name
-    environment = os.environ | {"MEGAPPO_PYTHON": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    for command, words in (("megappo", "-m megappo plan"), ("python", "plan")):
+    value = str(tmp_path / "python3.12") if name == "ABSOLUTE" else name
+    environment = os.environ | {"MEGAPPO_PYTHON": value, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for command, arguments in (("megappo", "-m megappo plan"), ("python", "plan")):
         done = subprocess.run(
             [str(ROOT / "launch" / command), "plan"], cwd=tmp_path, env=environment, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         expected = "python-of-mine" if name == "python-of-mine" else "python3.12"
-        assert done.stdout == f"{expected} {words}\n", done.stderr
+        assert done.stdout == f"{expected} {arguments}\n", done.stderr
 
 
-@pytest.mark.parametrize("given", ["/nowhere/python", "no-such-python", "FOLDER", "TEXT"])
-def test_a_path_without_an_interpreter_is_refused(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("value", ["/nowhere/python", "no-such-python", "FOLDER", "TEXT"])
+def test_invalid_interpreter_is_refused(tmp_path: Path, value: str) -> None:
     (tmp_path / "text").write_text("not a program")
-    named = {"FOLDER": str(tmp_path), "TEXT": str(tmp_path / "text")}.get(given, given)
+    named = {"FOLDER": str(tmp_path), "TEXT": str(tmp_path / "text")}.get(value, value)
     done = subprocess.run(
         [str(ROOT / "launch/megappo"), "plan"], env=os.environ | {"MEGAPPO_PYTHON": named}, capture_output=True,
         text=True, check=False,
@@ -173,14 +174,14 @@ def test_a_path_without_an_interpreter_is_refused(tmp_path: Path, given: str) ->
     assert f"MEGAPPO_PYTHON is '{named}', must be an executable file; set it to the" in done.stderr
 
 
-def test_a_colon_in_the_path_of_the_repository_is_refused(machine: Machine) -> None:
+def test_colon_in_repository_path_is_refused(machine: Machine) -> None:
     clone = machine.clone("one:two")
     output, _ = machine.start(clone).communicate(timeout=60)
     assert "contains a ':', which separates paths in PYTHONPATH; move the repository" in output
 
 
-def test_an_exported_cdpath_changes_nothing() -> None:
-    """With it `cd` prints the folder that it goes to."""
+def test_exported_cdpath_has_no_effect() -> None:
+    """With CDPATH, `cd` prints the new folder."""
     command = ["bash", "-c", 'source launch/environment.sh; echo "$ROOT"']
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"CDPATH": f".:{ROOT.parent}"}, check=True
@@ -188,8 +189,8 @@ def test_an_exported_cdpath_changes_nothing() -> None:
     assert done.stdout == f"{ROOT}\n"
 
 
-def chosen(machine: Machine, **settings: str) -> str:
-    """What `find_python full` says where PATH has no other interpreters than the machine's."""
+def selected(machine: Machine, **settings: str) -> str:
+    """Return the output of `find_python full` if PATH contains only the interpreters of the machine."""
     tools = machine.folder / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("bash", "dirname", "sort"):
@@ -203,27 +204,28 @@ def chosen(machine: Machine, **settings: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-def test_an_interpreter_that_is_not_active_is_found(machine: Machine) -> None:
-    """Of pyenv and of uv, the newest of its version; where there is none, the other version, or a sentence."""
+def test_inactive_interpreters_are_used(machine: Machine) -> None:
+    """Interpreters of pyenv and uv are used, the newest of each version. Without one, the other version or an
+    error."""
     home = machine.folder
     (home / "bin" / "python3.12").unlink()
-    assert chosen(machine) == f"{home}/bin/python3.11"
+    assert selected(machine) == f"{home}/bin/python3.11"
     of_uv = home / ".local/share/uv/python/cpython-3.12.2-linux/bin/python3.12"
     machine.add_python(of_uv)
-    assert chosen(machine) == str(of_uv)
+    assert selected(machine) == str(of_uv)
     for number in (4, 10):
         machine.add_python(home / "pyenv" / "versions" / f"3.12.{number}" / "bin" / "python3.12")
     of_pyenv = str(home / "pyenv" / "versions" / "3.12.10" / "bin" / "python3.12")
-    assert chosen(machine, PYENV_ROOT=str(home / "pyenv"), UV_PYTHON_INSTALL_DIR=str(home)) == of_pyenv
-    assert chosen(machine, MEGAPPO_PYTHON_VERSION="3.11") == f"{home}/bin/python3.11"
-    assert "MEGAPPO_PYTHON_VERSION is '3.10', must be 3.11 or 3.12" in chosen(machine, MEGAPPO_PYTHON_VERSION="3.10")
+    assert selected(machine, PYENV_ROOT=str(home / "pyenv"), UV_PYTHON_INSTALL_DIR=str(home)) == of_pyenv
+    assert selected(machine, MEGAPPO_PYTHON_VERSION="3.11") == f"{home}/bin/python3.11"
+    assert "MEGAPPO_PYTHON_VERSION is '3.10', must be 3.11 or 3.12" in selected(machine, MEGAPPO_PYTHON_VERSION="3.10")
     (home / "bin" / "python3.11").unlink()
-    said = chosen(machine, UV_PYTHON_INSTALL_DIR=str(home))
-    assert "no Python 3.12 or 3.11 with its venv module found; install one, or set MEGAPPO_PYTHON" in said
+    output = selected(machine, UV_PYTHON_INSTALL_DIR=str(home))
+    assert "no Python 3.12 or 3.11 with its venv module found; install one, or set MEGAPPO_PYTHON" in output
 
 
-def test_what_others_can_change_is_not_run(machine: Machine) -> None:
-    """Unless that is said. What is built is nobody else's, whatever the umask."""
+def test_environment_with_foreign_write_access_is_refused(machine: Machine) -> None:
+    """The user can allow such environments. Other users cannot write to built environments, for any umask."""
     clone, cache = machine.clone("one"), machine.folder / "cache"
     before = os.umask(0o002)
     try:
@@ -238,8 +240,8 @@ def test_what_others_can_change_is_not_run(machine: Machine) -> None:
         for change in changes:
             change(path)
             refused = machine.start(clone)
-            said = refused.communicate(timeout=60)[0]
-            assert refused.returncode == 2 and f"other users than you and root can write to {path}" in said, said
+            output = refused.communicate(timeout=60)[0]
+            assert refused.returncode == 2 and f"other users than you and root can write to {path}" in output, output
             trusting = machine.start(clone, MEGAPPO_SHARED_CACHE="yes")
             assert trusting.communicate(timeout=60)[0].splitlines()[-1] == f"uses {folder}"
             path.chmod(0o755)
@@ -248,34 +250,34 @@ def test_what_others_can_change_is_not_run(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("kind", "short"), [("light", 3 * 1024**2), ("full", 12 * 1024**2)])
-def test_a_disk_that_is_too_full_is_told_before_the_build(machine: Machine, kind: str, short: int) -> None:
+def test_full_disk_is_reported_before_the_build(machine: Machine, kind: str, short: int) -> None:
     clone, df = machine.clone("one"), machine.folder / "bin" / "df"
     for kibibytes, code in ((short, 2), (short + 1024**2, 0)):
         df.write_text(f"#!/bin/sh\necho head\necho disk 999999999 9 {kibibytes} 9% /\n")
         df.chmod(0o755)
         build = machine.start(clone, kind)
-        said, _ = build.communicate(timeout=60)
-        assert build.returncode == code, said
+        output, _ = build.communicate(timeout=60)
+        assert build.returncode == code, output
         refusal = (
             f"cache has {short // 1024} MiB free, and a {kind} environment needs about {short // 1024**2 + 1} GiB; free"
         )
-        assert (refusal in said) == (code == 2), said
+        assert (refusal in output) == (code == 2), output
         assert len(machine.builds.read_text().splitlines()) == (0 if code else 1)
 
 
-def test_two_builds_of_one_environment_are_one(machine: Machine) -> None:
+def test_concurrent_builds_of_one_environment_are_shared(machine: Machine) -> None:
     clone, go = machine.clone("one"), machine.folder / "go"
     scripts = [machine.start(clone, waits_for=go) for _ in range(3)]
     machine.wait_for_builds(1)
     go.touch()
-    said = [script.communicate(timeout=60)[0].splitlines()[-1] for script in scripts]
-    assert len(set(said)) == 1 and said[0].startswith("uses "), said
+    output = [script.communicate(timeout=60)[0].splitlines()[-1] for script in scripts]
+    assert len(set(output)) == 1 and output[0].startswith("uses "), output
     assert len(machine.builds.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("place", ["home/lib/python3.12/site-packages", "target"])
-def test_launchers_that_pip_installed_use_the_environment_they_are_in(machine: Machine, place: str) -> None:
-    """Or, in a folder of their own, the Python of PATH; they build nothing."""
+def test_installed_launchers_use_their_environment(machine: Machine, place: str) -> None:
+    """In a separate folder, the launchers use the Python in PATH. The launchers build no environment."""
     shipped, home = machine.folder / place / "megappo" / "shipped", machine.folder / "home"
     shutil.copytree(ROOT / "launch", shipped / "launch")
     machine.add_python(home / "bin" / "python")
@@ -287,24 +289,24 @@ def test_launchers_that_pip_installed_use_the_environment_they_are_in(machine: M
     assert done.stdout == f"{used}/bin/python\n" and not (machine.folder / "cache").exists(), done.stderr
 
 
-def test_the_quickstart_needs_no_sglang_where_there_are_gpus(machine: Machine) -> None:
-    """Its settings name the other engine."""
+def test_quickstart_on_gpus_needs_no_sglang(machine: Machine) -> None:
+    """The settings of the quickstart select the transformers engine."""
     clone = machine.clone("one")
     (clone / "configs").mkdir()
     shutil.copy(QUICKSTART, clone / "configs")
     smi = machine.folder / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\nexit 0\n")
     smi.chmod(0o755)
-    said, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
+    output, _ = machine.start(clone, then="exec bash launch/quickstart.sh", kind="light").communicate(timeout=60)
     (built,) = machine.builds.read_text().splitlines()
-    assert built.startswith("# The light environment of Python 3.11;"), said
+    assert built.startswith("# The light environment of Python 3.11;"), output
 
 
 @pytest.mark.parametrize(
     ("gpus", "visible", "processes"), [(1, None, 1), (1, "", 2), (2, "1", 1), (2, "0,1", 2), (0, None, 2)]
 )
-def test_the_quickstart_runs_on_one_gpu_too(machine: Machine, gpus: int, visible: str | None, processes: int) -> None:
-    """There on one process, whose models are not split; NCCL refuses two on one GPU."""
+def test_quickstart_runs_on_one_gpu(machine: Machine, gpus: int, visible: str | None, processes: int) -> None:
+    """One GPU runs one process without model parallelism, because NCCL does not support two ranks on one GPU."""
     clone = machine.clone("one")
     (clone / "configs").mkdir()
     shutil.copy(QUICKSTART, clone / "configs")
@@ -313,36 +315,37 @@ def test_the_quickstart_runs_on_one_gpu_too(machine: Machine, gpus: int, visible
     smi = machine.folder / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\n" + "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n" * gpus)
     smi.chmod(0o755)
-    given: dict[str, Any] = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    said, _ = machine.start(clone, then="exec bash launch/quickstart.sh run.steps=3", **given).communicate(timeout=60)
-    words = said.splitlines()
+    extra: dict[str, Any] = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    text, _ = machine.start(clone, then="exec bash launch/quickstart.sh run.steps=3", **extra).communicate(timeout=60)
+    arguments = text.splitlines()
     split = ["actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1"]
-    assert words[words.index("train") - 1] == str(processes) and "run.steps=3" in words, said
-    assert [w for w in split if w in words] == (split if processes == 1 else [])
+    assert arguments[arguments.index("train") - 1] == str(processes) and "run.steps=3" in arguments, text
+    assert [w for w in split if w in arguments] == (split if processes == 1 else [])
 
 
-def test_the_command_finds_its_environment_from_any_folder(machine: Machine, tmp_path: Path) -> None:
-    """Through a link too; files are named from where the caller stands, and what they say decides what is built."""
+def test_command_runs_from_any_folder(machine: Machine, tmp_path: Path) -> None:
+    """The command also works through a link. Relative paths refer to the current folder. The settings determine the
+    environment."""
     clone, elsewhere = machine.clone("one"), tmp_path / "else where"
     elsewhere.mkdir()
     (elsewhere / "run.yaml").write_text("rollout: {engine: sglang}\n")
     (tmp_path / "bin" / "megappo").symlink_to(clone / "launch" / "megappo")
-    for words in (["plan", "run.yaml", "run.name=a b"], ["train", "run.yaml", "run.name=a b"]):
-        done = machine.start(clone, then=f'cd "{elsewhere}"; exec megappo {shlex.join(words)}').communicate(timeout=60)
-        assert done[0].splitlines()[-7:] == [str(elsewhere), str(clone), "-m", "megappo", *words], done
+    for parts in (["plan", "run.yaml", "run.name=a b"], ["train", "run.yaml", "run.name=a b"]):
+        done = machine.start(clone, then=f'cd "{elsewhere}"; exec megappo {shlex.join(parts)}').communicate(timeout=60)
+        assert done[0].splitlines()[-7:] == [str(elsewhere), str(clone), "-m", "megappo", *parts], done
     built = [line.split()[2] for line in machine.builds.read_text().splitlines()]
-    assert built == ["light", "full"], "a plan needs no SGLang"
+    assert built == ["light", "full"], "a plan must not need SGLang"
 
 
-def test_a_build_waits_for_no_other_environments_build(machine: Machine) -> None:
+def test_builds_of_different_environments_run_in_parallel(machine: Machine) -> None:
     go = machine.folder / "go"
     scripts = [machine.start(machine.clone(name, name), waits_for=go) for name in ("one", "two")]
-    machine.wait_for_builds(2)  # both, before either ends
+    machine.wait_for_builds(2)  # both builds start before one ends
     go.touch()
     assert [script.wait(timeout=60) for script in scripts] == [0, 0]
 
 
-def test_a_build_that_was_killed_is_made_again(machine: Machine) -> None:
+def test_killed_build_is_repeated(machine: Machine) -> None:
     clone, never = machine.clone("one"), machine.folder / "never"
     killed = machine.start(clone, waits_for=never)
     machine.wait_for_builds(1)
@@ -351,8 +354,9 @@ def test_a_build_that_was_killed_is_made_again(machine: Machine) -> None:
     assert len(machine.builds.read_text().splitlines()) == 2
 
 
-def test_prune_keeps_what_is_used(machine: Machine) -> None:
-    """By this clone, by a script that runs, by its children after it, by a program with files mapped, or lately."""
+def test_prune_keeps_used_environments(machine: Machine) -> None:
+    """An environment is kept if the clone, a running script or its children, or a mapped file uses it, or if it was
+    used recently."""
     clones = {name: machine.clone(name, name) for name in ("own", "running", "mapped", "recent", "left")}
     folders = {name: machine.use(clone) for name, clone in clones.items()}
     for name in ("own", "running", "mapped", "left"):
@@ -365,23 +369,23 @@ def test_prune_keeps_what_is_used(machine: Machine) -> None:
     shutil.copy(shutil.which("sleep") or "", folders["mapped"] / "sleep")
     mapped = subprocess.Popen([str(folders["mapped"] / "sleep"), "60"])
     try:
-        said = machine.prune(clones["own"])
+        output = machine.prune(clones["own"])
     finally:
         mapped.kill()
         mapped.wait()
     assert {name for name, folder in folders.items() if folder.exists()} == {"own", "running", "mapped", "recent"}
-    assert f"kept     {folders['own']}: this clone uses it" in said
-    assert f"kept     {folders['running']}: it is in use" in said
-    assert f"kept     {folders['mapped']}: it is in use" in said
-    assert f"kept     {folders['recent']}: it was used in the last 7 days" in said
-    assert f"removed  {folders['left']}:" in said
+    assert f"kept     {folders['own']}: this clone uses it" in output
+    assert f"kept     {folders['running']}: it is in use" in output
+    assert f"kept     {folders['mapped']}: it is in use" in output
+    assert f"kept     {folders['recent']}: it was used in the last 7 days" in output
+    assert f"removed  {folders['left']}:" in output
     go.touch()
     script.wait(timeout=60)
     assert f"removed  {folders['recent']}:" in machine.prune(clones["own"], "0")
 
 
-def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Machine) -> None:
-    """The node has no GPU. The wheels come from one folder, and pip uses no index."""
+def test_login_node_builds_environment_for_gpu_nodes(machine: Machine) -> None:
+    """The login node has no GPU. The wheels come from one folder, and pip uses no index."""
     clone, wheels = machine.clone("one"), machine.folder / "my wheels"
     wheels.mkdir()
     done = machine.run(clone, "build", "--gpu", "--wheels", str(wheels))
@@ -395,7 +399,7 @@ def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Mac
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "sentence"),
+    ("options", "variables", "sentence"),
     [
         (["build", "--wheels", "missing"], {}, "--wheels is 'missing', must be a folder with wheels"),
         (["build", "--wheels"], {}, "--wheels is '', must be a folder with wheels"),
@@ -404,41 +408,43 @@ def test_a_login_node_builds_the_environment_of_the_nodes_with_gpus(machine: Mac
         ([], {}, "usage: launch/environment.sh build"),
     ],
 )
-def test_wrong_words_of_a_build(machine: Machine, words: list[str], variables: dict[str, str], sentence: str) -> None:
-    done = machine.run(machine.clone("one"), *words, **variables)
+def test_wrong_options_of_a_build(
+    machine: Machine, options: list[str], variables: dict[str, str], sentence: str
+) -> None:
+    done = machine.run(machine.clone("one"), *options, **variables)
     assert done.returncode == 2 and sentence in done.stderr and not machine.builds.read_text()
 
 
-def test_prune_wants_a_number_of_days(machine: Machine) -> None:
+def test_prune_requires_a_number_of_days(machine: Machine) -> None:
     assert "'all' is not a number of days; usage:" in machine.prune(machine.clone("one"), "all")
 
 
 @pytest.mark.parametrize(
-    ("gpus", "words", "kind"),
+    ("gpus", "arguments", "kind"),
     [
-        (True, ("train", "{}/said.yaml"), "light"),
-        (True, ("train", "{}/unsaid.yaml"), "full"),
-        (True, ("train", "{}/unsaid.yaml", "rollout.engine=transformers"), "light"),
-        (False, ("train", "{}/unsaid.yaml"), "light"),
-        (False, ("train", "{}/unsaid.yaml", "rollout.engine=sglang"), "full"),
+        (True, ("train", "{}/engine.yaml"), "light"),
+        (True, ("train", "{}/default.yaml"), "full"),
+        (True, ("train", "{}/default.yaml", "rollout.engine=transformers"), "light"),
+        (False, ("train", "{}/default.yaml"), "light"),
+        (False, ("train", "{}/default.yaml", "rollout.engine=sglang"), "full"),
     ],
 )
-def test_sglang_is_there_where_it_generates_by_default(
-    gpus: bool, words: tuple[str, ...], kind: str, tmp_path: Path
+def test_sglang_is_installed_if_default_engine_needs_sglang(
+    gpus: bool, arguments: tuple[str, ...], kind: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "said.yaml").write_text("rollout: {engine: transformers}\n")
-    (tmp_path / "unsaid.yaml").write_text("rollout: {prompts_per_step: 8}\n")
+    (tmp_path / "engine.yaml").write_text("rollout: {engine: transformers}\n")
+    (tmp_path / "default.yaml").write_text("rollout: {prompts_per_step: 8}\n")
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nexit {0 if gpus else 9}\n")
     program.chmod(0o755)
     script = 'source launch/environment.sh; environment_for "$@"'
-    found = subprocess.run(
-        ["bash", "-c", script, "bash", *(word.format(tmp_path) for word in words)],
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *(argument.format(tmp_path) for argument in arguments)],
         cwd=ROOT,
         env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.strip() == kind
+    assert done.stdout.strip() == kind

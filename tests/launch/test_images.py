@@ -1,4 +1,4 @@
-"""The images say what the repository pins: both the same, for the CUDA that torch is built for."""
+"""Container images: both images use the versions of the repository and the CUDA version of torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_both_images_are_the_same() -> None:
     image = re.findall(r"^FROM (\S+)$", docker, re.MULTILINE)
     assert image == re.findall(r"^From: (\S+)$", apptainer, re.MULTILINE) and len(image) == 1
     copied: set[tuple[str, str]] = set()
-    for words in re.findall(r"^COPY (.+)$", docker, re.MULTILINE):
-        *sources, target = words.split()
+    for arguments in re.findall(r"^COPY (.+)$", docker, re.MULTILINE):
+        *sources, target = arguments.split()
         copied |= {(source, target.rstrip("/") + ("/" + source if target.endswith("/") else "")) for source in sources}
     files = apptainer.split("%files")[1].split("%post")[0]
     assert copied == set(re.findall(r"^    (\S+) (/opt/\S+)$", files, re.MULTILINE))
@@ -45,7 +45,7 @@ def test_both_images_are_the_same() -> None:
     assert variables == set(re.findall(r"^    export (.+)$", apptainer, re.MULTILINE))
 
 
-def test_their_script_installs_what_is_pinned() -> None:
+def test_image_script_installs_pinned_packages() -> None:
     script = LAUNCH / "image.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     installed = re.findall(r"^pip install (.+)$", script.read_text(), re.MULTILINE)
@@ -55,9 +55,9 @@ def test_their_script_installs_what_is_pinned() -> None:
     assert all((ROOT / name).is_file() for name in files)
 
 
-def test_pins_fit_together() -> None:
-    """Transformer Engine for the CUDA of image and torch, and for the Megatron-Core of the
-    image's Python 3.12; NVIDIA's Apex by a tag of its repository."""
+def test_pins_are_compatible() -> None:
+    """The version of Transformer Engine supports the CUDA of image and torch, and the Megatron-Core for the Python
+    3.12 of the image. Apex is installed from a tag of its repository."""
     accelerators, lock = pins("requirements-cuda.txt"), versions((LAUNCH / "locks" / "full-3.12.txt").read_text())
     engine = accelerators["transformer-engine"]
     (image,) = re.findall(r"nvidia/cuda:(\d+)\.", (LAUNCH / "Dockerfile").read_text())
@@ -65,7 +65,9 @@ def test_pins_fit_together() -> None:
     if torch.version.cuda is not None:
         assert torch.version.cuda.split(".")[0] == image
     megatron = lock["megatron-core"]
-    assert ".".join(megatron.split(".")[:2]) not in ENGINES, "its metadata names versions of Transformer Engine"
+    assert ".".join(megatron.split(".")[:2]) not in ENGINES, (
+        "the metadata of Megatron-Core contains versions of Transformer Engine"
+    )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     older, newer = map(Requirement, extras["te"])
     assert {older.name, newer.name} == {engine.name} and newer.extras == engine.extras

@@ -1,4 +1,4 @@
-"""The scripts in launch/, with stand-ins for what a cluster has and this machine does not."""
+"""Tests of the scripts in launch/, with test programs for the commands of a cluster."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ case "$*" in
     *) echo "JobId=7 JobState=RUNNING NodeName=localhost" ;;
 esac
 """
-WRITE_WORDS = 'for word in "$@"; do echo "$word"; done >>"$WORDS"'
+WRITE_ARGS = 'for word in "$@"; do echo "$word"; done >>"$ARGS"'
 ALL_WELL = 'for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done'
 
 
 class Site:
-    """A folder with programs that stand before all others on PATH, and a job on two nodes."""
+    """A folder with test programs that come first in PATH, and a job on two nodes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.words = folder, folder / "words"
+        self.folder, self.args_file = folder, folder / "words"
         (folder / "bin").mkdir()
         self.program("scontrol", SCONTROL)
 
@@ -37,16 +37,16 @@ class Site:
         path.write_text(f"#!/usr/bin/env bash\n{script}\n")
         path.chmod(0o755)
 
-    def sbatch(self, *words: str, script: str = "ppo.sbatch", **settings: str) -> subprocess.CompletedProcess[str]:
-        """Run the batch script as SLURM does on the first node."""
+    def sbatch(self, *args: str, script: str = "ppo.sbatch", **settings: str) -> subprocess.CompletedProcess[str]:
+        """Run the batch script like SLURM on the first node."""
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-        job |= {"SLURM_SUBMIT_DIR": str(ROOT), "MEGAPPO_LOGS": str(self.folder / "logs"), "WORDS": str(self.words)}
+        job |= {"SLURM_SUBMIT_DIR": str(ROOT), "MEGAPPO_LOGS": str(self.folder / "logs"), "ARGS": str(self.args_file)}
         job |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "MEGAPPO_DOCTOR": "no"}
-        job |= {"MEGAPPO_CACHE": str(self.folder / "cache")}  # whatever goes wrong here, environments of others stay
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGAPPO_"))}
-        command = ["bash", str(ROOT / "launch" / "slurm" / script), *words]
+        job |= {"MEGAPPO_CACHE": str(self.folder / "cache")}  # errors must not change other environments
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGAPPO_"))}
+        command = ["bash", str(ROOT / "launch" / "slurm" / script), *args]
         return subprocess.run(
-            command, env=kept | job | settings, capture_output=True, text=True, timeout=60, check=False
+            command, env=environment | job | settings, capture_output=True, text=True, timeout=60, check=False
         )
 
     def log(self, name: str) -> str:
@@ -59,19 +59,19 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_pyxis(site: Site) -> None:
-    site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
     gpus = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96"}
     done = site.sbatch(
         "a.yaml", "run.name=two words", MEGAPPO_CONTAINER="nvcr#img:1", MEGAPPO_CONTAINER_MOUNTS="/data:/data", **gpus
     )
     assert done.returncode == 0, done.stderr
-    words = site.words.read_text().splitlines()
+    args = site.args_file.read_text().splitlines()
     logs = site.folder / "logs" / "7" / "attempt-0"
-    assert words[:11] == [
+    assert args[:11] == [
         "--job-name", "train", "--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1",
         "--cpus-per-task", "12",
     ]  # fmt: skip
-    assert words[11:] == [
+    assert args[11:] == [
         "--gpu-bind=none", "--container-image=nvcr#img:1",
         f"--container-mounts={ROOT}:{ROOT},{logs}:{logs},/data:/data", f"--container-workdir={ROOT}",
         "bash", f"{ROOT}/launch/slurm/rank.sh", "train", "a.yaml", "run.name=two words",
@@ -79,16 +79,16 @@ def test_pyxis(site: Site) -> None:
 
 
 def test_apptainer(site: Site) -> None:
-    """The ranks run in the image, and write logs and exit codes outside of it."""
+    """The ranks run in the image, and write logs and exit codes outside of the image."""
     site.program("srun", 'while [ "$1" != apptainer ]; do shift; done; SLURM_PROCID=0 exec "$@"')
-    site.program("apptainer", f'{WRITE_WORDS}\nwhile [ "$1" != /images/a.sif ]; do shift; done; shift; exec "$@"')
+    site.program("apptainer", f'{WRITE_ARGS}\nwhile [ "$1" != /images/a.sif ]; do shift; done; shift; exec "$@"')
     site.program("python", 'echo "python $*"')
     settings = {"MEGAPPO_CONTAINER": "/images/a.sif", "MEGAPPO_CONTAINER_RUNTIME": "apptainer"}
     done = site.sbatch("a.yaml", SLURM_GPUS_ON_NODE="1", SLURM_JOB_NUM_NODES="1", **settings)
     assert done.returncode == 0, done.stderr
-    words = site.words.read_text().splitlines()
-    assert words[:2] == ["exec", "--bind"]
-    assert words[3:7] == ["--pwd", str(ROOT), "--nv", "/images/a.sif"]
+    args = site.args_file.read_text().splitlines()
+    assert args[:2] == ["exec", "--bind"]
+    assert args[3:7] == ["--pwd", str(ROOT), "--nv", "/images/a.sif"]
     assert site.log("train/rank-0.log") == "python -m megappo train a.yaml\n"
     assert site.log("train/exit-0") == "0\n"
 
@@ -102,7 +102,7 @@ def test_modules_and_a_venv(site: Site) -> None:
     python.write_text('#!/usr/bin/env bash\necho "venv $LOADED $SITE"\n')
     python.chmod(0o755)
     (site.folder / "site.sh").write_text("export SITE=here\n")
-    module = '() { shift; export LOADED="$*"; }'  # as clusters define it: an exported shell function
+    module = '() { shift; export LOADED="$*"; }'  # clusters define an exported shell function
     done = site.sbatch(
         "a.yaml", MEGAPPO_VENV=str(venv), MEGAPPO_MODULES="cuda/12 gcc", MEGAPPO_SITE=str(site.folder / "site.sh"),
         SLURM_JOB_NUM_NODES="1", **{"BASH_FUNC_module%%": module},
@@ -121,7 +121,7 @@ def test_conda(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"MEGAPPO_LAUNCHER": "ray"}, "MEGAPPO_LAUNCHER is 'ray', must be srun or torchrun"),
         ({"MEGAPPO_RANKS_PER_NODE": "all"}, "MEGAPPO_RANKS_PER_NODE is 'all', must be a whole number"),
@@ -138,12 +138,12 @@ def test_conda(site: Site) -> None:
         ({"SLURM_SUBMIT_DIR": "/tmp"}, "/tmp is not the repository; submit from there, or set MEGAPPO_ROOT to it"),
     ],
 )
-def test_wrong_settings(site: Site, settings: dict[str, str], words: str) -> None:
-    site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
+def test_wrong_settings(site: Site, settings: dict[str, str], message: str) -> None:
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
     done = site.sbatch("a.yaml", **settings)
     assert done.returncode == 2
-    assert words in done.stderr
-    assert not site.words.exists()
+    assert message in done.stderr
+    assert not site.args_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -165,19 +165,19 @@ def test_wrong_settings(site: Site, settings: dict[str, str], words: str) -> Non
 )
 def test_ranks_per_node(site: Site, settings: dict[str, str], ranks: int, warning: str) -> None:
     """A torchrun job with one task per node starts one rank per GPU. GPUs without a rank are reported."""
-    site.program("srun", f"{WRITE_WORDS}; {ALL_WELL}")
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
     done = site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable, **settings)
-    words = site.words.read_text().splitlines()
-    of_node = words[words.index("--ntasks-per-node") + 1]
+    args = site.args_file.read_text().splitlines()
+    of_node = args[args.index("--ntasks-per-node") + 1]
     if settings.get("MEGAPPO_LAUNCHER") == "torchrun":
-        assert of_node == "1" and words[words.index(str(ROOT / "launch/slurm/node.sh")) + 1 :][:2] == ["2", str(ranks)]
+        assert of_node == "1" and args[args.index(str(ROOT / "launch/slurm/node.sh")) + 1 :][:2] == ["2", str(ranks)]
     else:
         assert of_node == str(ranks)
     assert warning in done.stderr and ("megappo: warning" in done.stderr) == bool(warning)
 
 
-def test_a_site_may_read_variables_that_are_not_set(site: Site) -> None:
-    """The usual line of a site's file."""
+def test_site_file_can_read_unset_variables(site: Site) -> None:
+    """Typical commands in the file of a site must work."""
     exports = site.folder / "site.sh"
     exports.write_text("export SITE_PATH=/x:$NOT_SET_ANYWHERE\n[ -d /nowhere ] && echo never\n")
     python = site.folder / "bin" / "python-of-mine"
@@ -190,8 +190,8 @@ def test_a_site_may_read_variables_that_are_not_set(site: Site) -> None:
     assert site.log("train/rank-0.log") == "path /x:\n"
 
 
-def test_a_rank_without_the_sites_file_says_so(site: Site, tmp_path: Path) -> None:
-    """The file may be on the first node alone."""
+def test_rank_reports_missing_site_file(site: Site, tmp_path: Path) -> None:
+    """The file may exist only on the first node."""
     environment = os.environ | {"MEGAPPO_SITE": "/missing.sh", "MEGAPPO_RANK_LOGS": str(tmp_path), "RANK": "3"}
     done = subprocess.run(["bash", str(ROOT / "launch/slurm/rank.sh"), "train"], env=environment, check=False)
     assert done.returncode == 2 and (tmp_path / "exit-3").read_text() == "2\n"
@@ -199,7 +199,7 @@ def test_a_rank_without_the_sites_file_says_so(site: Site, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("has_file", [True, False])
-def test_an_engine_reads_the_sites_file(site: Site, tmp_path: Path, has_file: bool) -> None:
+def test_engine_reads_the_site_file(site: Site, tmp_path: Path, has_file: bool) -> None:
     exports = tmp_path / "site.sh"
     if has_file:
         exports.write_text("export SITE_PATH=/x:$NOT_SET_ANYWHERE\nfalse\n")
@@ -213,44 +213,45 @@ def test_an_engine_reads_the_sites_file(site: Site, tmp_path: Path, has_file: bo
         assert done.returncode == 2 and f"MEGAPPO_SITE is '{exports}', must be a readable file on" in done.stderr
 
 
-def test_torchrun_of_a_node_gets_no_options_of_a_scheduler(site: Site, tmp_path: Path) -> None:
-    site.program("python-of-mine", 'env | grep ^PET_ >"$WORDS" || echo none >"$WORDS"')
+def test_torchrun_of_a_node_ignores_scheduler_options(site: Site, tmp_path: Path) -> None:
+    site.program("python-of-mine", 'env | grep ^PET_ >"$ARGS" || echo none >"$ARGS"')
     variables = {
         "MEGAPPO_PYTHON": str(site.folder / "bin/python-of-mine"), "MEGAPPO_RANK_LOGS": str(tmp_path),
-        "SLURM_NODEID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORDS": str(site.words),
+        "SLURM_NODEID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ARGS": str(site.args_file),
         "PET_STANDALONE": "1", "PET_NNODES": "2",
     }  # fmt: skip
     command = ["bash", str(ROOT / "launch/slurm/node.sh"), "1", "1", "train", "a.yaml"]
     subprocess.run(command, env=os.environ | variables, timeout=60, check=False)
-    assert site.words.read_text() == "none\n"
+    assert site.args_file.read_text() == "none\n"
 
 
-def test_a_broken_machine_ends_the_job_before_training(site: Site) -> None:
-    site.program("srun", f"{WRITE_WORDS}\nexit 1")
+def test_doctor_error_ends_the_job_before_training(site: Site) -> None:
+    site.program("srun", f"{WRITE_ARGS}\nexit 1")
     done = site.sbatch("a.yaml", MEGAPPO_DOCTOR="yes", MEGAPPO_PYTHON=sys.executable)
     assert done.returncode == 2
     assert "megappo doctor found something broken; see" in done.stderr
-    assert site.words.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
+    assert site.args_file.read_text().splitlines()[-2:] == ["doctor", "a.yaml"]
 
 
-def after_ranks_end(site: Site, *ranks: tuple[int, int, str]) -> subprocess.CompletedProcess[str]:
-    """What a job says whose ranks end one after the other: each one's number, exit code and last words."""
+def run_until_ranks_end(site: Site, *ranks: tuple[int, int, str]) -> subprocess.CompletedProcess[str]:
+    """Run a job whose ranks end one after the other. Each rank is given as number, exit code and last log line."""
     end = 'sleep 0.1; echo {1} >"$MEGAPPO_RANK_LOGS/exit-{0}"; echo "{2}" >>"$MEGAPPO_RANK_LOGS/rank-{0}.log"'
-    worst = min(code for _, code, _ in ranks)  # no signal's
+    worst = min(code for _, code, _ in ranks)  # the code of a signal is larger
     site.program("srun", "; ".join([*(end.format(*rank) for rank in ranks), f"exit {worst}"]))
     return site.sbatch("a.yaml", MEGAPPO_PYTHON=sys.executable)
 
 
-def test_the_cause_of_a_failure_is_shown_whoever_had_it(site: Site) -> None:
-    """A rank that was killed says nothing; the others say what they know, rank 0 as well, whose log is shown."""
-    done = after_ranks_end(site, (5, 137, "step 1"), (0, 1, "megappo: error: another rank ended"))
+def test_cause_is_shown_for_any_rank(site: Site) -> None:
+    """A killed rank writes no message. The other ranks report their own errors, including rank 0, whose log is
+    shown."""
+    done = run_until_ranks_end(site, (5, 137, "step 1"), (0, 1, "megappo: error: another rank ended"))
     assert done.returncode == 1
     assert "megappo: error: rank 5 ended first, by SIGKILL; see " in done.stdout
     assert done.stdout.count("another rank ended") == 1
 
 
-def test_the_cause_is_shown_where_rank_0_could_not_say_it(site: Site) -> None:
-    done = after_ranks_end(site, (3, 2, "megappo: error on rank 3: no such file"), (0, 143, "step 1"))
+def test_cause_is_shown_without_message_of_rank_0(site: Site) -> None:
+    done = run_until_ranks_end(site, (3, 2, "megappo: error on rank 3: no such file"), (0, 143, "step 1"))
     assert done.returncode == 2
     assert "megappo: error on rank 3: no such file" in done.stdout and "ended first" not in done.stdout
 
@@ -260,13 +261,13 @@ ENGINES = """
 case "$*" in
     *"engine.sh describe"*) echo "$DESCRIBED" ;;
     *"engine.sh serve"*)
-        echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$WORDS"
-        echo "listening at ${MEGAPPO_ENGINE_HOST:-$MEGAPPO_ENGINE_ADDRESSES}" >>"$WORDS"
+        echo "ports $MEGAPPO_ENGINE_PORTS key ${#MEGAPPO_SGLANG_API_KEY}" >>"$ARGS"
+        echo "listening at ${MEGAPPO_ENGINE_HOST:-$MEGAPPO_ENGINE_ADDRESSES}" >>"$ARGS"
         if [ -n "${DEAD:-}" ]; then echo "out of memory" >"$MEGAPPO_RANK_LOGS/engine-0.log"; exit 1; fi
         while [ ! -e "$MEGAPPO_RANK_LOGS/stopping" ]; do sleep 0.1; done
         ;;
     *)
-        if [ -n "${DEAD:-}" ]; then while [ ! -e "$WORDS.told" ]; do sleep 0.1; done; exit 1; fi
+        if [ -n "${DEAD:-}" ]; then while [ ! -e "$ARGS.stopped" ]; do sleep 0.1; done; exit 1; fi
         for rank in $(seq 0 15); do echo 0 >"$MEGAPPO_RANK_LOGS/exit-$rank"; done
         ;;
 esac
@@ -276,45 +277,45 @@ GPUS |= {"MEGAPPO_PYTHON": sys.executable}
 
 
 def engine_site(site: Site) -> None:
-    site.program("srun", f"{WRITE_WORDS}\n{ENGINES}")
+    site.program("srun", f"{WRITE_ARGS}\n{ENGINES}")
     site.program("squeue", 'echo "7.2 train"')
-    site.program("scancel", 'echo "scancel $*" >>"$WORDS"; touch "$WORDS.told"')
+    site.program("scancel", 'echo "scancel $*" >>"$ARGS"; touch "$ARGS.stopped"')
 
 
-def test_engines_share_a_node_by_their_gpus(site: Site) -> None:
-    """TP2 on nodes of eight GPUs: four engines, each with a port; the key stands in the environment only."""
+def test_engines_share_the_gpus_of_a_node(site: Site) -> None:
+    """TP2 on nodes of eight GPUs: four engines with separate ports. The key is only in the environment."""
     engine_site(site)
     done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", **GPUS)
     assert done.returncode == 0, done.stderr
-    words = site.words.read_text().splitlines()
-    urls = next(word for word in words if word.startswith("rollout.sglang.urls=['http"))
-    ports = next(line for line in words if line.startswith("ports ")).split()
+    args = site.args_file.read_text().splitlines()
+    urls = next(argument for argument in args if argument.startswith("rollout.sglang.urls=['http"))
+    ports = next(line for line in args if line.startswith("ports ")).split()
     assert ports[-2:] == ["key", "64"] and len(set(ports[1:-2])) == 4
     listed = "".join(f"'http://localhost:{port}'," for port in ports[1:-2])
     assert urls == f"rollout.sglang.urls=[{listed}]"
-    assert {"listening at 127.0.0.1 ", "listening at ::1 "} & set(words), "what localhost means"
-    start = words.index("engines")
-    assert words[start - 3 : start + 11] == [
+    assert {"listening at 127.0.0.1 ", "listening at ::1 "} & set(args), "engines must listen at localhost"
+    start = args.index("engines")
+    assert args[start - 3 : start + 11] == [
         "--relative", "2", "--job-name", "engines", "--nodes", "1", "--ntasks", "4", "--ntasks-per-node", "4",
         "--distribution=block", "--kill-on-bad-exit=1", "--cpus-per-task", "24",
     ]  # fmt: skip
-    assert words[words.index("train") - 3 : words.index("train")] == ["--relative", "0", "--job-name"]
+    assert args[args.index("train") - 3 : args.index("train")] == ["--relative", "0", "--job-name"]
     assert "16 ranks on 2 of the nodes, 4 engines on localhost" in done.stdout
 
 
-def test_engines_stand_on_several_nodes(site: Site) -> None:
-    """TP16 on two nodes of eight GPUs: one address for both, and a place where its parts meet."""
+def test_engine_runs_on_several_nodes(site: Site) -> None:
+    """TP16 on two nodes of eight GPUs: the nodes share one URL and one rendezvous address."""
     engine_site(site)
     site.program("scontrol", SCONTROL.replace("echo localhost", "echo localhost; echo localhost"))
     settings = GPUS | {"MEGAPPO_ENGINE_NODES": "2", "SLURM_JOB_NUM_NODES": "4", "DESCRIBED": "2 8 8 96"}
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
     assert done.returncode == 0, done.stderr
-    words = site.words.read_text().splitlines()
-    ports = next(line for line in words if line.startswith("ports ")).split()
-    assert f"rollout.sglang.urls=['http://localhost:{ports[1]}',]" in words and "rollout.sglang.nodes=1" in words
+    args = site.args_file.read_text().splitlines()
+    ports = next(line for line in args if line.startswith("ports ")).split()
+    assert f"rollout.sglang.urls=['http://localhost:{ports[1]}',]" in args and "rollout.sglang.nodes=1" in args
     assert len(ports) == 4
-    start = words.index("engines")
-    assert words[start + 1 : start + 7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
+    start = args.index("engines")
+    assert args[start + 1 : start + 7] == ["--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1"]
 
 
 @pytest.mark.parametrize(
@@ -326,9 +327,9 @@ def test_engines_stand_on_several_nodes(site: Site) -> None:
         (("3", "0"), "0.0.0.0", "0.0.0.0 --port 0 --index 2 --linger 5 --part 1 --meet n2:23"),
     ],
 )
-def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], host: str, expected: str) -> None:
-    """Two engines of four GPUs of each of two nodes; they listen at their node's address, unless they are told to at
-    another."""
+def test_task_runs_one_part_of_an_engine(site: Site, place: tuple[str, str], host: str, expected: str) -> None:
+    """Each node has two engine parts of four GPUs. The parts listen at the address of their node, or at the address in
+    `MEGAPPO_ENGINE_HOST`."""
     site.program("python", 'echo "$*"')
     environment = os.environ | {
         "SLURM_NODEID": place[0], "SLURM_LOCALID": place[1], "MEGAPPO_ENGINE_WIDTH": "2", "MEGAPPO_ENGINE_RANKS": "4",
@@ -344,27 +345,27 @@ def test_a_task_runs_its_part_of_an_engine(site: Site, place: tuple[str, str], h
     assert log.name == f"engine-{expected.split()[4]}{'-part-1' if 'part 1' in expected else ''}.log"
 
 
-def test_a_heterogeneous_job_places_its_steps(site: Site) -> None:
+def test_heterogeneous_job_places_steps_by_component(site: Site) -> None:
     engine_site(site)
     het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n3", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1"}
     settings = GPUS | het | {"MEGAPPO_ENGINE_NODES": "", "SLURM_JOB_NUM_NODES": "2", "DESCRIBED": "1 8 8 96"}
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **settings)
     assert done.returncode == 0, done.stderr
-    words = site.words.read_text().splitlines()
-    assert words[words.index("engines") - 2] == "--het-group=1" and words[words.index("train") - 2] == "--het-group=0"
+    args = site.args_file.read_text().splitlines()
+    assert args[args.index("engines") - 2] == "--het-group=1" and args[args.index("train") - 2] == "--het-group=0"
 
 
-def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
+def test_end_of_engines_stops_the_trainers(site: Site) -> None:
     engine_site(site)
     done = site.sbatch("a.yaml", script=DISAGGREGATED, DESCRIBED="1 2 8 96", DEAD="yes", **GPUS)
     assert done.returncode == 1
     assert "the step of the engines ended (exit code 1), so the trainers are stopped" in done.stderr
     assert "out of memory" in done.stderr
-    assert "scancel --signal=TERM 7.2" in site.words.read_text()
+    assert "scancel --signal=TERM 7.2" in site.args_file.read_text()
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"MEGAPPO_ENGINE_NODES": ""}, "MEGAPPO_ENGINE_NODES is '', must be a whole number from 1 to 2 of the job's 3"),
         ({"MEGAPPO_ENGINE_NODES": "3"}, "MEGAPPO_ENGINE_NODES is '3', must be"),
@@ -383,18 +384,18 @@ def test_engines_that_end_take_the_trainers_with_them(site: Site) -> None:
         ),
     ],
 )
-def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], words: str) -> None:
+def test_wrong_settings_of_engines(site: Site, settings: dict[str, str], message: str) -> None:
     engine_site(site)
     done = site.sbatch("a.yaml", script=DISAGGREGATED, **({"DESCRIBED": "1 2 8 96"} | GPUS | settings))
     assert done.returncode == 2
-    assert words in done.stderr
-    assert "train" not in (site.words.read_text().splitlines() if site.words.exists() else [])
+    assert message in done.stderr
+    assert "train" not in (site.args_file.read_text().splitlines() if site.args_file.exists() else [])
 
 
-def torchrun(*words: str, **variables: str) -> subprocess.Popen[str]:
+def torchrun(*args: str, **variables: str) -> subprocess.Popen[str]:
     environment = os.environ | {"MEGAPPO_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"} | variables
     return subprocess.Popen(
-        ["bash", "launch/torchrun.sh", *words],
+        ["bash", "launch/torchrun.sh", *args],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -407,7 +408,7 @@ no_ipv6 = pytest.mark.skipif(listening_problem("::1", 0) is not None, reason="ne
     "host", [pytest.param("localhost", marks=pytest.mark.exhaustive), pytest.param("[::1]", marks=no_ipv6)]
 )
 def test_torchrun_on_two_machines(host: str) -> None:
-    """The same line on both, which here are one."""
+    """Both machines run the same command. In this test, both are the same machine."""
     from tests.support.worlds import closed_port
 
     line = ("--nodes", "2", "--head", f"{host}:{closed_port()}", "1", "doctor")
@@ -417,13 +418,13 @@ def test_torchrun_on_two_machines(host: str) -> None:
     assert "2 ranks met on" in "".join(out for out, _ in outputs)
 
 
-def test_runs_of_two_users_do_not_meet(site: Site) -> None:
-    """Nor two runs of one user, while the same line is the same run on all machines."""
+def test_runs_of_two_users_have_different_ids(site: Site) -> None:
+    """Two runs of one user have different IDs. The same command has the same ID on all machines."""
     site.program("python", 'while [ "$1" != --rdzv-id ]; do shift; done; echo "$2"')
 
-    def name(user: str, *words: str) -> str:
+    def name(user: str, *args: str) -> str:
         site.program("id", f"echo {user}")
-        line = ("--nodes", "2", "--head", "node1:29500", "8", "train", *words)
+        line = ("--nodes", "2", "--head", "node1:29500", "8", "train", *args)
         path = {
             "PATH": f"{site.folder / 'bin'}:{os.environ['PATH']}",
             "MEGAPPO_PYTHON": str(site.folder / "bin/python"),
@@ -435,13 +436,13 @@ def test_runs_of_two_users_do_not_meet(site: Site) -> None:
     assert len({mine, name("other", "a.yaml", "run.seed=1"), name("me", "a.yaml", "run.seed=2")}) == 3
 
 
-def test_torchrun_ignores_its_own_variables(tmp_path: Path) -> None:
-    """Kubeflow sets PET_*. Otherwise a command for one machine would wait for other machines and leave files behind."""
+def test_torchrun_ignores_pet_variables(tmp_path: Path) -> None:
+    """Kubeflow sets PET_*. With these variables, a command for one machine would wait for others and leave files."""
     python = tmp_path / "python-of-mine"
     python.write_text("#!/usr/bin/env bash\nenv | grep ^PET_ || echo none\n")
     python.chmod(0o755)
-    given = {"PET_RDZV_ENDPOINT": "x:1", "PET_STANDALONE": "1", "PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "4"}
-    process = torchrun("2", "train", "a.yaml", MEGAPPO_PYTHON=str(python), **given)
+    variables = {"PET_RDZV_ENDPOINT": "x:1", "PET_STANDALONE": "1", "PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "4"}
+    process = torchrun("2", "train", "a.yaml", MEGAPPO_PYTHON=str(python), **variables)
     assert process.communicate(timeout=60)[0] == "none\n"
     process = torchrun("2", "train", "a.yaml", PET_NNODES="2")
     assert "PET_NNODES is '2', and --nodes is 1; give --nodes" in process.communicate(timeout=60)[1]
@@ -449,7 +450,7 @@ def test_torchrun_ignores_its_own_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         ((), "the processes per machine are ''"),
         (("--nodes", "2", "8", "train"), "--head is '', must be HOST:PORT"),
@@ -458,32 +459,33 @@ def test_torchrun_ignores_its_own_variables(tmp_path: Path) -> None:
         (("train", "a.yaml"), "the processes per machine are 'train'"),
     ],
 )
-def test_torchrun_usage(words: tuple[str, ...], said: str) -> None:
-    process = torchrun(*words)
+def test_torchrun_usage(args: tuple[str, ...], message: str) -> None:
+    process = torchrun(*args)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert said in errors
+    assert message in errors
 
 
 @pytest.mark.parametrize(
-    ("end", "given", "told"),
+    ("end", "variables", "expected"),
     [("1764200000", {}, "1764200000"), ("Unknown", {}, ""), ("1", {"SLURM_JOB_END_TIME": "2"}, "2")],
 )
-def test_ranks_know_when_slurm_ends_the_job(site: Site, end: str, given: dict[str, str], told: str) -> None:
-    """SLURM is asked where it does not set the variable."""
+def test_ranks_receive_end_time_of_slurm_job(site: Site, end: str, variables: dict[str, str], expected: str) -> None:
+    """If SLURM does not set the variable, the end time is read with scontrol."""
     shown = (
         f'[ "$1 $2" != "--oneliner show" ] || [ "$SLURM_TIME_FORMAT" != %s ] || echo "JobId=7 EndTime={end} Requeue=1"'
     )
     site.program("scontrol", f"{shown}\n{SCONTROL}")
     two_ranks = ALL_WELL.replace("15", "1")
-    site.program("srun", f'echo "end: $SLURM_JOB_END_TIME" >>"$WORDS"\n{two_ranks}')
-    done = site.sbatch("some.yaml", MEGAPPO_PYTHON=sys.executable, **given)
+    site.program("srun", f'echo "end: $SLURM_JOB_END_TIME" >>"$ARGS"\n{two_ranks}')
+    done = site.sbatch("some.yaml", MEGAPPO_PYTHON=sys.executable, **variables)
     assert done.returncode == 0, done.stderr
-    assert site.words.read_text() == f"end: {told}\n"
+    assert site.args_file.read_text() == f"end: {expected}\n"
 
 
-def test_the_record_of_a_job_holds_no_secret(site: Site) -> None:
-    """Names that may stand for one are not written at all, credentials in addresses are masked, others cannot read."""
+def test_record_of_a_job_contains_no_secret(site: Site) -> None:
+    """Variables that can contain secrets are omitted. Credentials in addresses are masked. Others cannot read the
+    file."""
     site.program("scontrol", f'{SCONTROL}echo "Command=train data=https://me:c0mmand@host/x"')
     site.program("srun", ALL_WELL)
     secret = {

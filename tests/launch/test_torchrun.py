@@ -1,4 +1,4 @@
-"""A mistake under a real torchrun: its sentence comes once, at the end."""
+"""Errors under a real torchrun: the message is printed once, at the end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SENTENCE = "megappo: error: run.seed is -1, must be at least 0; the nearest is 0
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("program", ["torch.distributed.run", "megappo.runtime.torchrun"])
-def test_the_sentence_comes_once_and_last_under_torchrun(program: str) -> None:
-    # As launch/torchrun.sh meets on one machine.
+def test_error_is_printed_once_at_the_end(program: str) -> None:
+    # The rendezvous options of launch/torchrun.sh for one machine.
     meeting = ["--standalone"]
     if program == "megappo.runtime.torchrun":
         meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=test", "--local-addr=127.0.0.1"]
@@ -44,7 +44,7 @@ def test_the_sentence_comes_once_and_last_under_torchrun(program: str) -> None:
     if program == "megappo.runtime.torchrun":
         assert (done.returncode, lines[-1]) == (2, SENTENCE), done.stderr
         assert "Traceback" not in done.stderr and "master_addr is only used" not in done.stderr
-    else:  # whose own traceback nothing in a worker can keep away; the summary after it has the sentence
+    else:  # torchrun prints its own traceback, and a summary with the message
         assert (done.returncode, SENTENCE in done.stderr.rpartition("Root Cause")[2]) == (1, True), done.stderr
 
 
@@ -53,13 +53,13 @@ import os, signal, time
 if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
-TOLD = """
+REPORTING = """
 import os, pathlib, sys, time
 from megappo.runtime.launchers import tell_torchrun
 file = os.environ['TORCHELASTIC_ERROR_FILE']
 if os.environ['RANK'] == '0':
     tell_torchrun(os.environ, ['megappo: error: the seed is too small'], 2)
-    time.sleep(60)  # where the end takes long
+    time.sleep(60)  # the rank takes long to end
 first = pathlib.Path(file.replace('/1/error.json', '/0/error.json'))
 while not first.exists() or not first.read_text(): time.sleep(0.05)
 sys.exit(2)
@@ -69,17 +69,15 @@ sys.exit(2)
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
-    ("worker", "code", "words"),
+    ("worker", "code", "message"),
     [
         (KILLED, 137, "megappo: error: rank 1 ended by SIGKILL, for example for a lack of memory"),
-        (TOLD, 2, "megappo: error: the seed is too small"),
+        (REPORTING, 2, "megappo: error: the seed is too small"),
     ],
-    ids=["who_is_killed_says_nothing", "who_has_said_why_is_ended_by_torchrun"],
+    ids=["killed_rank_has_no_message", "rank_with_message_is_ended_by_torchrun"],
 )
-def test_the_failure_that_comes_first_gives_sentence_and_code(
-    worker: str, code: int, words: str, tmp_path: Path
-) -> None:
-    """What others say of a worker that was killed, such as that it does not answer, comes later."""
+def test_first_failure_determines_message_and_exit_code(worker: str, code: int, message: str, tmp_path: Path) -> None:
+    """Errors that other ranks report about a killed rank, such as a missing answer, come later."""
     (tmp_path / "worker.py").write_text(worker)
     start = [sys.executable, "-m", "megappo.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -91,14 +89,14 @@ def test_the_failure_that_comes_first_gives_sentence_and_code(
         timeout=200,
         check=False,
     )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, words), done.stderr
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, message), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("between", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path) -> None:
-    """Also where a shell stands between, as in a SLURM job; nobody else would end them."""
+def test_ranks_end_after_torchrun_is_killed(between: bool, tmp_path: Path) -> None:
+    """This includes a shell between torchrun and the rank, as in a SLURM job. Nothing else ends these ranks."""
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, time\n"
@@ -121,9 +119,9 @@ def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path)
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    with (tmp_path / "said").open("w") as said:
-        words = [*start, *(shell if between else []), str(worker)]
-        agent = subprocess.Popen(words, cwd=ROOT, env=os.environ | paths, stdout=said, stderr=said)
+    with (tmp_path / "said").open("w") as output:
+        command = [*start, *(shell if between else []), str(worker)]
+        agent = subprocess.Popen(command, cwd=ROOT, env=os.environ | paths, stdout=output, stderr=output)
     begun = [tmp_path / f"began-{rank}" for rank in (0, 1)]
     assert wait_until(lambda: all(path.exists() and path.read_text() for path in begun), 120, every_seconds=0.2)
     agent.kill()
@@ -135,9 +133,9 @@ def test_ranks_end_with_a_torchrun_that_is_killed(between: bool, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.waits
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
-def test_a_start_without_cuda_warns_of_nothing(tmp_path: Path) -> None:
-    """Where CUDA's compiler is installed all the same."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_start_without_cuda_prints_no_warning(tmp_path: Path) -> None:
+    """The compiler of CUDA may be installed on machines without a GPU."""
     done = subprocess.run(
         [sys.executable, "-c", "import megappo.ppo.run"],
         cwd=ROOT,
@@ -151,22 +149,22 @@ def test_a_start_without_cuda_warns_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.waits
-def test_a_busy_port_of_the_head_is_an_error() -> None:
-    """Somebody else's rendezvous would be joined, whose pickles are read."""
+def test_busy_port_of_the_head_is_an_error() -> None:
+    """Otherwise ranks join the rendezvous of another program and read its pickles."""
 
     def conf(host: str, port: int, *more: str, **variables: str) -> str:
-        words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", *more, "x.py"]
-        found: str = with_head(parse_args(words), variables).rdzv_conf
-        return found
+        line = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", *more, "x.py"]
+        configuration: str = with_head(parse_args(line), variables).rdzv_conf
+        return configuration
 
     free = closed_port()
     assert conf("127.0.0.1", free) == "is_host=true"
-    assert conf("192.0.2.1", free) == "is_host=false"  # reserved for documents
+    assert conf("192.0.2.1", free) == "is_host=false"  # an address that is reserved for documentation
     assert conf("127.0.0.1", free, "--rdzv-conf", "is_host=0") == "is_host=0"
     with listening() as taken:
         port = taken.getsockname()[1]
-        words = rf"no process can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\)"
-        with pytest.raises(ConfigError, match=words + "; choose another port"):
+        line = rf"no process can listen at the head 127.0.0.1:{port}, which is this machine \(Address already in use\)"
+        with pytest.raises(ConfigError, match=line + "; choose another port"):
             conf("127.0.0.1", port)
         assert conf("127.0.0.1", port, MEGAPPO_IS_HEAD="no") == "is_host=false"
         assert conf("192.0.2.1", port) == "is_host=false"

@@ -1,4 +1,4 @@
-"""Requests use HTTP proxies, and refuse SOCKS proxies before a connection is made."""
+"""HTTP requests use HTTP proxies and refuse SOCKS proxies before a connection is made."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_certificates_are_read_once_and_only_for_https(monkeypatch: pytest.Monke
 
     port = free_port("127.0.0.1")  # no program listens on this port
 
-    def ask(scheme: str) -> None:
+    def send_request(scheme: str) -> None:
         with pytest.raises(urllib.error.URLError, match="refused"):
             fetch(urllib.request.Request(f"{scheme}://127.0.0.1:{port}/"), timeout_seconds=5)
 
     for scheme, count in (("http", 0), ("https", 1)):
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(ask, [scheme] * 8))
+            list(threads.map(send_request, [scheme] * 8))
         assert len(made) == count, scheme
 
 
@@ -58,14 +58,14 @@ def only_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 @pytest.mark.parametrize("variable", ["ALL_PROXY", "https_proxy"])
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h", "socks4", "SOCKS5"])
-def test_a_socks_proxy_is_refused_before_a_request(monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str) -> None:
+def test_socks_proxy_is_refused_before_a_request(monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str) -> None:
     only_proxies(monkeypatch, **{variable: f"{scheme}://me:hidden@10.0.0.9:1080"})
-    words = (
+    pattern = (
         f"requests to 8.8.8.8 would use {variable}={scheme}://10.0.0.9:1080, but .* set https_proxy to an HTTP proxy"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=pattern):
         check_proxy("https://8.8.8.8/v1")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=pattern):
         fetch(urllib.request.Request("https://8.8.8.8/v1"), timeout_seconds=0.1)
     check_proxy("http://10.0.0.8:30000/v1")  # a server of the job
     monkeypatch.setenv("no_proxy", "8.8.8.8")
@@ -77,7 +77,7 @@ def test_all_proxy_is_used_for_schemes_without_a_variable(monkeypatch: pytest.Mo
     assert [proxy_of(f"{scheme}://8.8.8.8/") for scheme in ("http", "https")] == ["10.0.0.9:3128", "10.0.0.7:8080"]
 
 
-def test_the_error_names_a_proxy_that_httpx_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_proxy_without_support_in_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result agrees with httpx for each combination of variables."""
     import httpx
 

@@ -1,4 +1,4 @@
-"""`changes.jsonl`: settings that differ from a step on, for every part of a run."""
+"""`changes.jsonl`: changes of settings between the parts of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megappo.commands.report import report
 from megappo.observe.changes import change_notes, read_changes, record_changes
 
 
-def test_the_record_of_changes_matches_the_recorded_steps(tmp_path: Path) -> None:
-    """A run that resumes at an earlier step replaces the changes of attempts after it."""
+def test_recorded_changes_match_the_steps(tmp_path: Path) -> None:
+    """A run that resumes at an earlier step replaces the later changes."""
     record_changes(tmp_path, 3, [])
     assert not (tmp_path / "changes.jsonl").exists()
     record_changes(tmp_path, 3, ["a: 1 -> 2"])
@@ -27,7 +27,7 @@ def test_the_record_of_changes_matches_the_recorded_steps(tmp_path: Path) -> Non
     assert read_changes(tmp_path) == []
 
 
-def test_a_report_names_changes(tmp_path: Path) -> None:
+def test_report_shows_changes(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
     record_changes(tmp_path, 3, ["reward.scale: 1.0 -> 2.0"])
     assert "settings changed after step 3: reward.scale: 1.0 -> 2.0" in report(str(tmp_path)).splitlines()

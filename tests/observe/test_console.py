@@ -1,4 +1,4 @@
-"""What the terminal shows."""
+"""Output of a run on the terminal."""
 
 import io
 import math
@@ -42,7 +42,7 @@ def show(mode: Mode, stream: Any, *metrics: dict[str, float]) -> None:
 @pytest.mark.parametrize("mode", get_args(Mode))
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 @pytest.mark.parametrize("columns", ["24", "100"])
-def test_nothing_crashes(mode: Mode, encoding: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mode_raises_an_error(mode: Mode, encoding: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     stream, raw = terminal(encoding)
     odd = {"reward/mean": math.nan, "time/step": 0.0, "time/rollout": math.inf, "unknown/name": 1.0}
@@ -56,11 +56,11 @@ class FullDisk(io.StringIO):
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
-def test_a_log_that_cannot_be_written_ends_no_run(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_error_of_the_log_ends_no_run(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     view = SteadyView(make_view(mode, 1, FullDisk()))
     monkeypatch.setattr(sys, "stderr", FullDisk())
-    for told in (view, None):
-        MESSAGES.show_in(told)
+    for target in (view, None):
+        MESSAGES.show_in(target)
         MESSAGES.tell("a message")
     view.begin_step(1)
     view.stage("rollout")
@@ -70,7 +70,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(mode: Mode, monkeypatch: pytes
         make_view("quiet", 1, FullDisk()).message("seen nowhere")
 
 
-def test_live_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_shows_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("LINES", "40")
     stream, raw = terminal()
@@ -84,8 +84,8 @@ def test_live_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"step {step}: Entropie fällt [not markup]" in text
 
 
-def test_live_keeps_the_last_warnings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them, each once; messages take no place of theirs, and what is gone is above."""
+def test_live_view_keeps_the_last_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three distinct warnings remain visible next to messages. Older warnings are above."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("LINES", "60")
     stream, raw = terminal()
@@ -107,7 +107,7 @@ def test_live_keeps_the_last_warnings_in_sight(monkeypatch: pytest.MonkeyPatch) 
     assert text.endswith("after the end\n")
 
 
-def test_live_in_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream, raw = terminal("ascii")
     view = make_view("live", 2, stream)
@@ -119,13 +119,13 @@ def test_live_in_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "_#" in text and "\\u" not in text and "\\x" not in text
 
 
-def test_live_knows_the_eta_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_shows_eta_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     clock = [0.0]
     monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
     stream, raw = terminal()
     view = make_view("live", 10, stream)
-    for step in range(4, 8):  # continued after step 3
+    for step in range(4, 8):  # resumed after step 3
         view.begin_step(step)
         clock[0] += 100.0
         view.step(step, {})
@@ -134,19 +134,19 @@ def test_live_knows_the_eta_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> No
     assert "7/10" in shown and shown[shown.rindex("ETA") :].split()[1] == "0:05:00"
 
 
-def test_live_draws_nothing_before_it_is_used() -> None:
+def test_unused_live_view_prints_nothing() -> None:
     stream, raw = terminal()
     make_view("live", 2, stream).close()
     assert raw.getvalue() == b""
 
 
 def at(seconds: float) -> str:
-    """The time of day here."""
+    """Return the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def test_plain_is_one_line_per_step_with_the_time_and_what_is_left() -> None:
-    """At the pace since the first step here; a run that goes on begins anew, and the last step has nothing left."""
+def test_plain_view_prints_one_line_per_step() -> None:
+    """The remaining time uses the steps of this process only. The last step has no remaining time."""
     stream, now = io.StringIO(), [1000.0]
     view = PlainView(stream, 20, clock=lambda: now[0])
     for step, later in ((7, 1090.0), (8, 1300.0), (20, 2000.0)):
@@ -171,8 +171,8 @@ RESULTS = {
 THRESHOLDS = {"": 0.5, "code": 0.0}
 
 
-def test_results_of_evaluations_are_first_on_a_line() -> None:
-    """The mean reward and pass@k of each set, with the score above which a response is right."""
+def test_evaluation_results_are_first_on_the_line() -> None:
+    """The line has the mean reward and pass@k of each set, with the threshold for a correct response."""
     stream = io.StringIO()
     view = PlainView(stream, 20, clock=lambda: 0.0, right_above=THRESHOLDS)
     view.step(1, {"reward/mean": 0.5, **RESULTS})
@@ -182,8 +182,8 @@ def test_results_of_evaluations_are_first_on_a_line() -> None:
     )
 
 
-def test_results_of_evaluations_are_first_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without an evaluation leaves the last results in the table."""
+def test_evaluation_results_are_first_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without an evaluation does not change the results in the table."""
     monkeypatch.setenv("COLUMNS", "120")
     stream, raw = terminal()
     view = make_view("live", 2, stream, right_above=THRESHOLDS)
@@ -198,38 +198,36 @@ def test_results_of_evaluations_are_first_in_the_table(monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
-def test_what_fails_is_a_part_of_the_line() -> None:
+def test_failures_are_part_of_the_line() -> None:
     stream = io.StringIO()
     view = PlainView(stream, 20, clock=lambda: 0.0)
     view.step(1, {"reward/mean": 0.5, "reward/failures": 0.48, "episode/failures": 0.0})
     view.step(2, {"reward/failures": 0.0, "episode/failures": 0.0125})
     view.step(3, {"reward/failures": 0.0, "episode/failures": 0.0})
-    said = [line.removesuffix(f"  {at(0)}") for line in stream.getvalue().splitlines()]
-    assert said == ["step 1/20  reward 0.500  failed rewards 48.0%", "step 2/20  failed episodes 1.2%", "step 3/20"]
+    lines = [line.removesuffix(f"  {at(0)}") for line in stream.getvalue().splitlines()]
+    assert lines == ["step 1/20  reward 0.500  failed rewards 48.0%", "step 2/20  failed episodes 1.2%", "step 3/20"]
 
 
-def test_quiet_says_messages_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_view_prints_messages_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     view = make_view("quiet", 2)
     view.step(1, ALL)
     view.message("hello")
     assert capsys.readouterr() == ("", "hello\n")
 
 
-def test_auto_is_plain_in_a_file() -> None:
+def test_auto_mode_is_plain_for_a_file() -> None:
     assert type(make_view("auto", 2, terminal()[0])) is PlainView
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """Stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveView), ("dumb", PlainView)])
-def test_auto_is_live_on_a_terminal_that_can_move_its_cursor(
-    term: str, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_mode_is_live_on_a_terminal(term: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
     assert type(make_view("auto", 2, Terminal())) is kind
 
@@ -254,7 +252,7 @@ def test_curve_by_hand() -> None:
     assert curve([]) == curve([math.inf]) == "(nothing to show)"
 
 
-def test_charts_of_numbers_at_the_ends_of_what_a_float_holds() -> None:
+def test_charts_of_extreme_numbers() -> None:
     huge = sys.float_info.max
     assert curve([0.0, -huge, -huge], width=2, height=2).splitlines()[0].endswith("|*")
     assert curve([huge] * 9, width=2, height=1).splitlines()[0].endswith("|**")
@@ -264,7 +262,7 @@ def test_charts_of_numbers_at_the_ends_of_what_a_float_holds() -> None:
 @given(
     st.lists(st.floats(), max_size=200), st.integers(min_value=1, max_value=80), st.integers(min_value=1, max_value=20)
 )
-def test_charts_take_any_numbers(values: list[float], width: int, height: int) -> None:
+def test_charts_accept_any_numbers(values: list[float], width: int, height: int) -> None:
     assert len(sparkline(values, width)) <= width
     lines = curve(values, width, height).splitlines()
     assert len(lines) == (height + 2 if any(math.isfinite(v) for v in values) else 1)

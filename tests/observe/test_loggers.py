@@ -1,4 +1,4 @@
-"""What TensorBoard, Weights & Biases and loggers of one's own get beside metrics; wandb itself where it is there."""
+"""Data for TensorBoard, Weights & Biases and custom loggers in addition to metrics. wandb is tested if installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.harness import environment
 from tests.support.places import BASE, ROOT
 
 WANDB_FOLDER = os.environ.get("MEGAPPO_TEST_WANDB", "")
-"""Where tests/run.sh has installed wandb, which is no part of the environment."""
+"""Folder in which tests/run.sh has installed wandb, because wandb is not part of the environment."""
 HAS_WANDB = importlib.util.find_spec("wandb") is not None or Path(WANDB_FOLDER, "wandb").is_dir()
 PART = """
 import sys
@@ -34,8 +34,8 @@ from megappo.observe.distributions import Distribution
 from megappo.observe.metrics import MetricsLog
 
 first, last = map(int, sys.argv[2:])
-told = {"mode": "offline", "group": "g", "tags": ("x",), "samples": True}
-log = MetricsLog(Path(sys.argv[1]), "r", {}, tensorboard=False, wandb_project="p", wandb_run=told)
+options = {"mode": "offline", "group": "g", "tags": ("x",), "samples": True}
+log = MetricsLog(Path(sys.argv[1]), "r", {}, tensorboard=False, wandb_project="p", wandb_run=options)
 log.truncate_after(first - 1)
 for step in range(first, last + 1):
     log.log_samples(step, [{"prompt": "1+1=", "response": "2"}])
@@ -43,15 +43,15 @@ for step in range(first, last + 1):
     log.log_distributions(step, {"value": Distribution((0.0, 1.0, 3.0), (step, 6))})
 log.close()
 """
-"""A job that logs the steps of its arguments, from the first to the last."""
+"""Program that logs the steps from the first to the last argument."""
 SAMPLES: list[dict[str, Any]] = [
     {"prompt": "1+1=", "response": "<script>2</script>\n# two", "score": 1.0},
     {"prompt": "2+2="},
 ]
 
 
-def test_tensorboard_shows_reward_and_health_first(tmp_path: Path) -> None:
-    """Charts of metrics that exist, the settings as hyperparameters, and texts as they are."""
+def test_tensorboard_shows_important_charts_first(tmp_path: Path) -> None:
+    """The charts contain existing metrics, the settings are hyperparameters, and texts are not changed."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -67,56 +67,56 @@ def test_tensorboard_shows_reward_and_health_first(tmp_path: Path) -> None:
         log.log(step, {"reward/mean": 0.5})
     log.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
-    found = EventAccumulator(str(file))
-    found.Reload()
-    (event,) = found.Tensors("custom_scalars__config__")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
     layout = Layout()
     layout.ParseFromString(event.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(LAYOUT) and "reward" in layout.category[0].title
     shown = [name for charts in LAYOUT.values() for names in charts.values() for name in names]
     assert layout.category[0].chart[0].multiline.tag == ["^reward/mean$"] and not set(shown) - METRICS.keys()
-    (text, *_) = found.Tensors("samples/0")
-    words = text.tensor_proto.string_val[0].decode()
-    assert text.step == 1 and all(f"    {line}" in words for line in ("<script>2</script>", "# two"))
-    assert len(found.Tensors("samples/1")) == 1
-    told = HParamsPluginData()
-    told.ParseFromString(found.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
-    settings = told.session_start_info.hparams
+    (text, *_) = events.Tensors("samples/0")
+    content = text.tensor_proto.string_val[0].decode()
+    assert text.step == 1 and all(f"    {line}" in content for line in ("<script>2</script>", "# two"))
+    assert len(events.Tensors("samples/1")) == 1
+    hparams = HParamsPluginData()
+    hparams.ParseFromString(events.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
+    settings = hparams.session_start_info.hparams
     assert settings["run.steps"].number_value == 3 and settings["algorithm.whiten"].bool_value
     assert settings["run.name"].string_value == "r" and len(settings) == 4
-    assert [(scalar.step, scalar.value) for scalar in found.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5)]
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5)]
 
 
 class FakeWandb(types.ModuleType):
-    """Notes how runs are begun and what they are told."""
+    """Module that records the options and the data of runs."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
         self.begun: list[dict[str, Any]] = []
-        self.told: list[tuple[int, dict[str, Any]]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
 
     def init(self, **options: Any) -> FakeWandb:
         self.begun.append(options)
         return self
 
-    def log(self, told: dict[str, Any], step: int) -> None:
-        self.told.append((step, told))
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self.logged.append((step, data))
 
     def finish(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @staticmethod
     def Table(columns: list[str], data: list[list[str | None]]) -> tuple[list[str], list[list[str | None]]]:
-        """What it is made of."""
+        """Return the arguments."""
         return columns, data
 
 
-def begin(folder: Path, **told: Any) -> MetricsLog:
-    return MetricsLog(folder, "r", {}, tensorboard=False, wandb_project="p", wandb_run=told)
+def begin(folder: Path, **options: Any) -> MetricsLog:
+    return MetricsLog(folder, "r", {}, tensorboard=False, wandb_project="p", wandb_run=options)
 
 
-def test_a_continued_run_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under its id, but where it begins anew; a file that is no id is none."""
+def test_resumed_run_keeps_the_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run uses the same ID, and a new run a new ID. An invalid ID in the file is replaced."""
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     first = begin(tmp_path, group="g", tags=("x", "y"), entity="e", mode="offline")
@@ -136,24 +136,24 @@ def test_a_continued_run_goes_on_at_wandb(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(fake.begun[-1]["id"]) == 12 and "/" not in fake.begun[-1]["id"]
 
 
-def test_texts_leave_the_machine_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_sent_to_wandb_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     begin(tmp_path / "a").log_samples(1, SAMPLES)
-    assert fake.told == []
+    assert fake.logged == []
     begin(tmp_path / "b", samples=True).log_samples(1, SAMPLES)
     rows = [["1+1=", "<script>2</script>\n# two", "1.0"], ["2+2=", None, None]]
-    assert fake.told == [(1, {"samples": (["prompt", "response", "score"], rows)})]
+    assert fake.logged == [(1, {"samples": (["prompt", "response", "score"], rows)})]
 
 
-def test_settings_of_wandb_reach_it() -> None:
-    words = ["logging.wandb_project=p", "logging.wandb_run={group: g, tags: [x], mode: offline}"]
-    told = load_config(BASE, words).logging.model_dump(include={"wandb_run"})["wandb_run"]
-    assert told == {"entity": None, "group": "g", "tags": ("x",), "mode": "offline", "samples": False}
+def test_wandb_settings_are_passed_on() -> None:
+    overrides = ["logging.wandb_project=p", "logging.wandb_run={group: g, tags: [x], mode: offline}"]
+    options = load_config(BASE, overrides).logging.model_dump(include={"wandb_run"})["wandb_run"]
+    assert options == {"entity": None, "group": "g", "tags": ("x",), "mode": "offline", "samples": False}
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of a `.wandb` file, whose framing is LevelDB's behind seven bytes."""
+    """Yield the records of a `.wandb` file, which has the log format of LevelDB after seven bytes."""
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -162,7 +162,7 @@ def records(path: Path) -> Iterator[Any]:
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a complete record or the last part of a record
             record = messages.Record()
             record.ParseFromString(whole)
             whole = b""
@@ -172,41 +172,42 @@ def records(path: Path) -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
-def test_the_real_wandb_keeps_a_requeued_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline it ignores `resume`: two folders with one id and disjoint steps, which `wandb sync --append` joins."""
+def test_real_wandb_joins_a_requeued_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In offline mode, `resume` has no effect. The two folders have one ID, and `wandb sync --append` joins the
+    steps."""
     for first, last in ((1, 3), (4, 5)):
-        words = [sys.executable, "-c", PART, str(tmp_path), str(first), str(last)]
-        told = environment() | {"WANDB_SILENT": "true"}
-        told["PYTHONPATH"] += os.pathsep + WANDB_FOLDER
-        done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True)
+        command = [sys.executable, "-c", PART, str(tmp_path), str(first), str(last)]
+        variables = environment() | {"WANDB_SILENT": "true"}
+        variables["PYTHONPATH"] += os.pathsep + WANDB_FOLDER
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     monkeypatch.setattr(sys, "path", [*sys.path, WANDB_FOLDER])
-    found: list[list[tuple[int, float]]] = []
+    histories: list[list[tuple[int, float]]] = []
     runs = set()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     for file in files:
-        found.append([])
+        histories.append([])
         for record in records(file):
             if record.WhichOneof("record_type") == "run":
                 runs.add((record.run.run_id, record.run.project, record.run.run_group, *record.run.tags))
             elif record.WhichOneof("record_type") == "history":
                 values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 step = record.history.step.num
-                found[-1].append((step, json.loads(values["reward/mean"])))
+                histories[-1].append((step, json.loads(values["reward/mean"])))
                 shown = [json.loads(values[f"distributions/value/{name}"]) for name in ("_type", "bins", "values")]
                 assert shown == ["histogram", [0, 1, 3], [step, 6]]
-    assert found == [[(1, 0.1), (2, 0.2), (3, 0.3)], [(4, 0.4), (5, 0.5)]]
+    assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3)], [(4, 0.4), (5, 0.5)]]
     assert runs == {((tmp_path / "wandb-id").read_text().strip(), "p", "g", "x")}
 
 
-def test_the_logger_that_the_documents_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of the package stands one that notes what it is told."""
-    told: list[tuple[Any, ...]] = []
+def test_documented_example_of_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test package replaces trackio and records its calls."""
+    calls: list[tuple[Any, ...]] = []
     package = types.ModuleType("trackio")
     vars(package).update(
-        init=lambda **options: told.append(("init", options["project"], options["name"])),
-        log=lambda metrics, step: told.append((step, metrics)),
-        finish=lambda: told.append(("finish",)),
+        init=lambda **options: calls.append(("init", options["project"], options["name"])),
+        log=lambda metrics, step: calls.append((step, metrics)),
+        finish=lambda: calls.append(("finish",)),
     )
     monkeypatch.setitem(sys.modules, "trackio", package)
     monkeypatch.delitem(sys.modules, "tests.examples.trackio_logger", raising=False)
@@ -216,4 +217,4 @@ def test_the_logger_that_the_documents_show(tmp_path: Path, monkeypatch: pytest.
     log.log(1, {"reward/mean": 0.5})
     log.truncate_after(0)
     log.close()
-    assert told == [("init", "sums", "r"), (1, {"samples": "1+1= -> 2"}), (1, {"reward/mean": 0.5}), ("finish",)]
+    assert calls == [("init", "sums", "r"), (1, {"samples": "1+1= -> 2"}), (1, {"reward/mean": 0.5}), ("finish",)]

@@ -1,4 +1,4 @@
-"""The files a run writes."""
+"""Files of metrics and samples that a run writes."""
 
 import json
 import math
@@ -28,23 +28,23 @@ from tests.support.places import ROOT
 FILES_ONLY: dict[str, Any] = {"tensorboard": False}
 
 
-def test_a_line_has_the_step_first_and_sorted_names(tmp_path: Path) -> None:
+def test_line_starts_with_step_and_has_sorted_names(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "run", "r", {}, **FILES_ONLY)
     log.log(3, {"b": 2.0, "a": 1.0})
-    # Flushed: readable before the end of the run.
+    # The line is flushed and can be read before the end of the run.
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 3, "a": 1.0, "b": 2.0}\n'
     log.close()
     log.close()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "jumps.jsonl"])
-def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path, name: str) -> None:
+def test_folder_instead_of_a_file_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{name} is not a file, but the run writes to this path; remove it"):
         MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
 
 
-def test_nonfinite_values_stay_valid_json_and_come_back(tmp_path: Path) -> None:
+def test_nonfinite_values_are_valid_json(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(1, {"x": math.nan, "y": math.inf, "z": -math.inf})
     log.log_samples(1, [{"score": math.nan, "response": "\ud800 \u2028 é"}])
@@ -67,7 +67,7 @@ def metrics(draw: DrawFn) -> dict[str, float]:
 
 
 @given(st.lists(metrics(), max_size=5))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, float]]) -> None:
+def test_metrics_round_trip(tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, float]]) -> None:
     directory = tmp_path_factory.mktemp("run")
     log = MetricsLog(directory, "r", {}, **FILES_ONLY)
     for step, numbers in enumerate(steps, start=1):
@@ -77,7 +77,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, steps
     assert read_metrics(directory / "metrics.jsonl") == expected
 
 
-def test_a_killed_run_is_readable_and_can_be_continued(tmp_path: Path) -> None:
+def test_metrics_of_a_killed_run_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a')
     assert read_metrics(path) == [{"step": 1, "a": 1.0}]
@@ -87,7 +87,7 @@ def test_a_killed_run_is_readable_and_can_be_continued(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
 
 
-def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
+def test_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     for step in range(5):
         log.log(step, {"a": math.nan})
@@ -96,25 +96,25 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
     lines = {path.name: path.read_bytes().splitlines(keepends=True) for path in tmp_path.iterdir()}
     log.close()
     with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"step": 5, "respo')  # killed while writing
+        file.write('{"step": 5, "respo')  # the run was killed during a write
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.truncate_after(2)
-    # At once, to the byte, with nothing left beside it.
-    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert kept == {
+    # The files are truncated at once, exactly, and no other files remain.
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert contents == {
         "metrics.jsonl": b"".join(lines["metrics.jsonl"][:3]),
         "samples.jsonl": b"".join(lines["samples.jsonl"][:6]),
         "jumps.jsonl": b"".join(lines["jumps.jsonl"][:3]),
     }
     log.log(3, {"a": 3.0})
     log.log_samples(3, [{"response": "again"}])
-    log.truncate_after(3)  # nothing to drop
+    log.truncate_after(3)  # nothing to remove
     log.close()
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert (tmp_path / "samples.jsonl").read_text().endswith('{"step": 3, "response": "again"}\n')
 
 
-def test_a_truncation_that_fails_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_truncation_does_not_change_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(1, {"a": 1.0})
     log.log(2, {"a": 2.0})
@@ -129,15 +129,15 @@ def test_a_truncation_that_fails_leaves_the_files(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_invalid_line_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read_metrics(path)
 
 
-def test_the_last_records_of_a_long_file_are_read(tmp_path: Path) -> None:
-    """Of a run of months, whose samples are more than a text may have that is read whole."""
+def test_last_records_of_a_long_file(tmp_path: Path) -> None:
+    """The samples of a long run do not fit into one string."""
     path = tmp_path / "samples.jsonl"
     with path.open("w") as file:
         for step in range(260):
@@ -147,7 +147,7 @@ def test_the_last_records_of_a_long_file_are_read(tmp_path: Path) -> None:
     path.unlink()
 
 
-def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
+def test_tensorboard_contains_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path, "r", {})
@@ -159,7 +159,7 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
-def test_tensorboard_forgets_later_steps_of_a_resumed_run(tmp_path: Path) -> None:
+def test_tensorboard_removes_later_steps_of_a_resumed_run(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path, "r", {})
@@ -175,7 +175,7 @@ def test_tensorboard_forgets_later_steps_of_a_resumed_run(tmp_path: Path) -> Non
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.25), (3, 0.5)]
 
 
-def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"logging\.wandb_project is 'p', but wandb .* '.\[wandb\]'"):
         MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
@@ -183,7 +183,7 @@ def test_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Listing:
-    """A logger of the user's, which notes what it is told."""
+    """Logger of a user that records its calls."""
 
     def __init__(self, *, directory: Path, run_name: str, config: dict[str, object], into: list[object]) -> None:
         if "refuse" in config:
@@ -201,17 +201,17 @@ class Listing:
         self._into.append("closed")
 
 
-def test_a_logger_of_ones_own_gets_the_run(tmp_path: Path) -> None:
-    told: list[Any] = []
-    log = MetricsLog(tmp_path, "r", {"a": 1}, tensorboard=False, loggers={f"{__name__}:Listing": {"into": told}})
+def test_custom_logger_receives_the_run(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    log = MetricsLog(tmp_path, "r", {"a": 1}, tensorboard=False, loggers={f"{__name__}:Listing": {"into": calls}})
     log.log(1, {"a": 1.0})
     log.truncate_after(0)
     log.close()
-    assert told == [(tmp_path.name, "r", {"a": 1}), (1, {"a": 1.0}), ("forget", 0), "closed"]
+    assert calls == [(tmp_path.name, "r", {"a": 1}), (1, {"a": 1.0}), ("forget", 0), "closed"]
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "config", "words"),
+    ("path", "options", "config", "message"),
     [
         (f"{__name__}:Listin", {}, {}, r"has no function 'Listin'; did you mean '.*:Listing'"),
         (f"{__name__}:Listing", {"inot": []}, {}, r"cannot be called with \(directory=, run_name=, config=, inot=\)"),
@@ -219,16 +219,16 @@ def test_a_logger_of_ones_own_gets_the_run(tmp_path: Path) -> None:
         ("builtins:dict", {}, {}, r"has no log and forget_after and close; implement the methods of megappo\.api"),
     ],
 )
-def test_a_logger_that_is_none_is_one_sentence(
-    tmp_path: Path, path: str, options: dict[str, JSONValue], config: dict[str, JSONValue], words: str
+def test_invalid_logger_is_an_error(
+    tmp_path: Path, path: str, options: dict[str, JSONValue], config: dict[str, JSONValue], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"logging\.loggers '.*{words}"):
+    with pytest.raises(ValueError, match=rf"logging\.loggers '.*{message}"):
         MetricsLog(tmp_path, "r", config, tensorboard=False, loggers={path: options})
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 class FakeWandb:
-    """Notes what it is told; `broken` says which of its methods raise."""
+    """Module that records its calls. `broken` contains the methods that raise an error."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -244,10 +244,10 @@ class FakeWandb:
     def finish(self) -> None:
         self._called("finish", None)
 
-    def _called(self, name: str, told: object) -> None:
+    def _called(self, name: str, data: object) -> None:
         if name in self.broken:
-            raise KeyError("api_key not configured\n(no-tty)")  # of no type that ours are
-        self.calls.append((name, told))
+            raise KeyError("api_key not configured\n(no-tty)")  # a type that megappo does not define
+        self.calls.append((name, data))
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
-def test_wandb_gets_the_run(tmp_path: Path, wandb: FakeWandb) -> None:
+def test_wandb_receives_the_run(tmp_path: Path, wandb: FakeWandb) -> None:
     log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     log.log(1, {"a": 1.0})
     log.close()
@@ -265,7 +265,7 @@ def test_wandb_gets_the_run(tmp_path: Path, wandb: FakeWandb) -> None:
     assert wandb.calls == [("init", "p"), ("log", (1, {"a": 1.0})), ("finish", None)]
 
 
-def test_wandb_that_does_not_start_is_one_sentence(tmp_path: Path, wandb: FakeWandb) -> None:
+def test_failed_start_of_wandb_is_an_error(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.broken = ("init",)
     with pytest.raises(
         ConfigError, match=r"wandb_project is 'p'.* not configured\\n.*wandb login.* WANDB_MODE=offline"
@@ -274,31 +274,31 @@ def test_wandb_that_does_not_start_is_one_sentence(tmp_path: Path, wandb: FakeWa
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_run_goes_on_without_wandb(tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_continues_without_wandb(tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
     log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     for step, wandb.broken in enumerate(((), ("log",), ("log",), (), ("log", "finish")), start=1):
         log.log(step, {"a": 1.0})
     log.close()
-    told = capsys.readouterr().err.splitlines()
-    assert [sentence.removeprefix("megappo: the run at Weights & Biases ").partition(":")[0] for sentence in told] == [
+    lines = capsys.readouterr().err.splitlines()
+    assert [sentence.removeprefix("megappo: the run at Weights & Biases ").partition(":")[0] for sentence in lines] == [
         "cannot be written", "is written again", "cannot be written", "cannot be finished",
     ]  # fmt: skip
-    assert [told for name, told in wandb.calls if name == "log"] == [(1, {"a": 1.0}), (4, {"a": 1.0})]
+    assert [lines for name, lines in wandb.calls if name == "log"] == [(1, {"a": 1.0}), (4, {"a": 1.0})]
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_a_full_disk_costs_lines_and_no_run(
+def test_full_disk_loses_lines_but_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told: list[str] = []
+    messages: list[str] = []
     log = MetricsLog(tmp_path, "r", {})
     log.log(1, {"a": 1.0})
     with monkeypatch.context() as disk:
         limit, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limit[1]))
-        disk.setattr("megappo.observe.loggers.tell", told.append)
+        disk.setattr("megappo.observe.loggers.tell", messages.append)
         try:
             for step in (2, 3):
                 log.log(step, {"a": float(step)})
@@ -308,11 +308,11 @@ def test_a_full_disk_costs_lines_and_no_run(
             signal.signal(signal.SIGXFSZ, before)
     log.log(4, {"a": 4.0})
     log.close()
-    assert [sentence.partition(" cannot be written: [Errno 27] File too large")[0] for sentence in told] == [
+    assert [sentence.partition(" cannot be written: [Errno 27] File too large")[0] for sentence in messages] == [
         str(tmp_path / "metrics.jsonl"), "TensorBoard's file", str(tmp_path / "samples.jsonl"),
     ]  # fmt: skip
     assert capsys.readouterr().err.count("is written again") == 2
-    # Whole lines alone, though the disk had room for a part of one.
+    # Only complete lines are in the file, although the disk had space for a part of a line.
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
     (events_file,) = (tmp_path / "tensorboard").iterdir()
     events = EventAccumulator(str(events_file))
@@ -320,7 +320,7 @@ def test_a_full_disk_costs_lines_and_no_run(
     assert [(e.step, e.value) for e in events.Scalars("a")] == [(1, 1.0), (4, 4.0)]
 
 
-def test_a_file_that_somebody_empties_to_make_room_goes_on(tmp_path: Path) -> None:
+def test_emptied_file_is_continued(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log(1, {"a": 1.0})
     (tmp_path / "metrics.jsonl").write_text("")
@@ -329,7 +329,7 @@ def test_a_file_that_somebody_empties_to_make_room_goes_on(tmp_path: Path) -> No
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "a": 2.0}]
 
 
-def test_what_an_environment_says_may_hold_any_number(tmp_path: Path) -> None:
+def test_samples_can_contain_nonfinite_numbers(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, "r", {}, **FILES_ONLY)
     log.log_samples(1, [{"conversation": [{"arguments": {"x": math.nan}}, (math.inf, 1)]}])
     log.close()
@@ -338,25 +338,25 @@ def test_what_an_environment_says_may_hold_any_number(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_every_metric_named_in_the_source_is_documented() -> None:
+def test_metrics_in_the_source_are_documented() -> None:
     prefixes = {name.split("/")[0] for name in METRICS if "/" in name}
     literal = re.compile(r'"-?(' + "|".join(sorted(prefixes)) + r')/([a-z0-9_]+)"')
     written = {
-        "/".join(found)
+        "/".join(parts)
         for path in (ROOT / "megappo").rglob("*.py")
-        for found in literal.findall(path.read_text(encoding="utf-8"))
+        for parts in literal.findall(path.read_text(encoding="utf-8"))
     }
     assert "mismatch/k3" in written
     assert written <= set(METRICS)
 
 
-def test_every_timed_stage_is_documented() -> None:
+def test_timed_stages_are_documented() -> None:
     source = (ROOT / "megappo" / "ppo" / "trainer.py").read_text()
     stages = re.findall(r'\.stage\("([a-z_]+)"', source)
     assert stages and {f"time/{name}" for name in stages} <= set(METRICS)
 
 
-def test_every_update_metric_is_documented() -> None:
+def test_update_metrics_are_documented() -> None:
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     policy = token_loss(
         logprob=-ones, old_logprob=-ones, advantages=ones, weights=ones, mask=mask, clip_low=0.2, clip_high=0.2

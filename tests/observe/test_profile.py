@@ -1,4 +1,4 @@
-"""A traced step: every second of a stage is computing, exchanging or idle, and the page says so of every rank."""
+"""Profile of a step: each stage is split into computing, exchanging and idle time, for every rank."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def covered(intervals: list[Any], start: int, end: int) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS, st.integers(0, 40), st.integers(1, 40))
-def test_each_second_counts_once(work: list[Any], exchange: list[Any], start: int, seconds: int) -> None:
-    """By sets of whole microseconds; what runs beside computing is hidden by it."""
+def test_time_is_counted_once(work: list[Any], exchange: list[Any], start: int, seconds: int) -> None:
+    """The expected values come from sets of microseconds. Exchange during computation is not counted."""
     end = start + seconds
-    found = shares([("a", (start, end)), ("b", (200, 210)), ("a", (300, 300 + seconds))], work, exchange)
-    a, b = found
+    parts = shares([("a", (start, end)), ("b", (200, 210)), ("a", (300, 300 + seconds))], work, exchange)
+    a, b = parts
     busy = covered(work, start, end)
     assert a.computing == pytest.approx(1e-6 * len(busy))
     assert a.exchanging == pytest.approx(1e-6 * len(covered(exchange, start, end) - busy))
@@ -40,8 +40,8 @@ def test_each_second_counts_once(work: list[Any], exchange: list[Any], start: in
 
 
 @pytest.mark.waits
-def test_a_trace_says_what_was_done(tmp_path: Path) -> None:
-    """Products in one stage and sleep in another; steps that nobody asked for are not traced."""
+def test_trace_contains_the_operations(tmp_path: Path) -> None:
+    """One stage multiplies matrices and another stage sleeps. Steps that are not selected are not traced."""
     profiler = StepProfiler(tmp_path, [2], rank=0, on_cuda=False)
     profiler.begin(1)
     assert not profiler.is_running
@@ -69,7 +69,7 @@ def test_a_trace_says_what_was_done(tmp_path: Path) -> None:
 
 
 def event(name: str, start: int, end: int, *, on_device: bool = False, is_mark: bool = False) -> Any:
-    """As torch's profiler gives it, in microseconds."""
+    """Return an event of the profiler of torch, in microseconds."""
     return SimpleNamespace(
         name=name, time_range=SimpleNamespace(start=start, end=end), is_user_annotation=is_mark,
         device_type=DeviceType.CUDA if on_device else DeviceType.CPU,
@@ -77,9 +77,9 @@ def event(name: str, start: int, end: int, *, on_device: bool = False, is_mark: 
     )  # fmt: skip
 
 
-def test_with_a_gpu_kernels_are_work_and_launches_are_not() -> None:
-    """Nor are the host's events of NCCL an exchange, as its kernels are; gloo's are."""
-    found = read_events(
+def test_kernels_count_as_work_on_a_gpu() -> None:
+    """Host events of NCCL are not counted as exchange. Kernels of NCCL and events of gloo are counted."""
+    profile = read_events(
         [
             event("megappo: update_actor", 0, 100, is_mark=True),
             event("megappo: update_actor", 10, 90, on_device=True, is_mark=True),
@@ -91,13 +91,17 @@ def test_with_a_gpu_kernels_are_work_and_launches_are_not() -> None:
         ],
         on_cuda=True,
     )
-    (stage,) = found.stages
-    assert (stage.stage, found.calls, found.operators) == ("update_actor", {"gemm": 1}, {"gemm": pytest.approx(3e-5)})
+    (stage,) = profile.stages
+    assert (stage.stage, profile.calls, profile.operators) == (
+        "update_actor",
+        {"gemm": 1},
+        {"gemm": pytest.approx(3e-5)},
+    )
     assert (stage.seconds, stage.computing) == (pytest.approx(1e-4), pytest.approx(3e-5))
     assert stage.exchanging == pytest.approx(1.5e-5) and stage.idle == pytest.approx(5.5e-5)
 
 
-def test_a_step_that_does_not_end_leaves_the_next_one_alone(tmp_path: Path) -> None:
+def test_unfinished_step_does_not_affect_the_next_step(tmp_path: Path) -> None:
     profiler = StepProfiler(tmp_path, [1, 2], rank=0, on_cuda=False)
     for step in (1, 2):
         profiler.begin(step)
@@ -108,7 +112,7 @@ def test_a_step_that_does_not_end_leaves_the_next_one_alone(tmp_path: Path) -> N
     assert not profiler.is_running
 
 
-def test_the_page_of_many_ranks_has_the_quickest_the_middle_and_the_slowest() -> None:
+def test_page_of_many_ranks_shows_three_ranks() -> None:
     ranks = [
         RankProfile([StageShare("forward", 1.0 + (7 * n) % 20, 0.5, 0.25)], {"mm": 2.0}, {"mm": 4}) for n in range(20)
     ]
@@ -120,7 +124,7 @@ def test_the_page_of_many_ranks_has_the_quickest_the_middle_and_the_slowest() ->
     assert "| `mm` | 4 | 2.000 | 100% |" in few
 
 
-def test_the_report_ends_with_the_newest_page(tmp_path: Path) -> None:
+def test_report_contains_the_newest_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert "traced" not in report(str(tmp_path))
     (tmp_path / "profile").mkdir()

@@ -1,4 +1,4 @@
-"""A stage that takes minutes says what it has done, and what it waits for."""
+"""Progress of long stages: finished work, throughput and pending work."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.support.places import BASE
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """The process's own counts do not outlive a test."""
+def reset_counts() -> Iterator[None]:
+    """Reset the counts of the process after each test."""
     yield
     PROGRESS.expect(SAMPLES, 0)
     PROGRESS.enter("")
 
 
 class Clock:
-    """Seconds that the test passes."""
+    """Clock that the test controls."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -40,12 +40,12 @@ class Clock:
         return self.now
 
 
-def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
+def test_line_contains_progress_and_pending_work() -> None:
     clock = Clock()
     progress = StageProgress(clock)
     assert progress.text() == "" and progress.seconds == 0
     progress.enter("rollout", "the 64 responses of all ranks")
-    progress.add(SAMPLES, 3)  # none are expected
+    progress.add(SAMPLES, 3)  # no samples are expected
     progress.expect(SAMPLES, 32)
     clock.now += 125
     progress.add(SAMPLES, 8, tokens=150_000)
@@ -64,12 +64,12 @@ def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
         "update_actor for 0 s: 12 of 32 samples of this rank, 2,000 tokens/s, about 3 min 28 s left, 1 of 4 mini"
     )
     progress.note_servers(1, 4)
-    progress.add("minibatches", 2)  # the last update was refused
+    progress.add("minibatches", 2)  # the last update was skipped
     progress.add(SAMPLES, 20)
     progress.enter("sync")
-    assert progress.text() == "sync for 0 s"  # what servers do is told beside samples alone
+    assert progress.text() == "sync for 0 s"  # servers are reported only with samples
     progress.expect(SAMPLES, 32)
-    progress.forget()  # they were given up
+    progress.forget()  # the samples were abandoned
     progress.enter("checkpoint")
     assert progress.text() == "checkpoint for 0 s"
     progress.leave()
@@ -77,7 +77,7 @@ def test_a_line_says_what_is_done_how_fast_and_what_is_awaited() -> None:
 
 
 @pytest.mark.waits
-def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
+def test_plain_view_prints_progress_at_intervals() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = StageProgress(clock)
     view = PlainView(stream, 9, progress, every_seconds=0.02, clock=lambda: 0.0)
@@ -88,7 +88,7 @@ def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
         deadline = time.monotonic() + 20
         while len(stream.getvalue().splitlines()) < expected and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.05)  # no more than those
+        time.sleep(0.05)  # no further lines follow
         return stream.getvalue().splitlines()
 
     progress.enter("rollout", "the others")
@@ -106,13 +106,13 @@ def test_plain_logs_get_a_line_in_every_interval_of_a_long_stage() -> None:
 
 
 @pytest.mark.waits
-def test_no_line_follows_when_plain_logs_are_closed() -> None:
-    """Also where one was about to be printed."""
-    asked, stream = threading.Event(), io.StringIO()
+def test_closed_plain_view_prints_no_progress() -> None:
+    """This includes a line that was about to be printed."""
+    started, stream = threading.Event(), io.StringIO()
 
     class Slow(StageProgress):
         def text(self) -> str:
-            asked.set()
+            started.set()
             time.sleep(0.2)
             return super().text()
 
@@ -122,33 +122,33 @@ def test_no_line_follows_when_plain_logs_are_closed() -> None:
     progress.enter("rollout")
     clock.now += 60
     view.stage("rollout")
-    assert asked.wait(20)
+    assert started.wait(20)
     view.close()
-    said = stream.getvalue()
+    output = stream.getvalue()
     time.sleep(0.4)
-    assert stream.getvalue() == said
+    assert stream.getvalue() == output
 
 
-def test_the_default_interval_is_a_minute() -> None:
+def test_default_interval_is_a_minute() -> None:
     defaults = {"every_seconds": 60.0, "clock": time.time, "right_above": {}}
     assert PlainView.__init__.__kwdefaults__ == defaults
 
 
-def test_spans_of_time_have_two_units() -> None:
-    given = (0.9, 59, 60, 3599, 3600, 86399, 90000, 10**6)
-    said = ["0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h", "11 d 13 h"]
-    assert [duration(seconds) for seconds in given] == said
+def test_durations_have_two_units() -> None:
+    values = (0.9, 59, 60, 3599, 3600, 86399, 90000, 10**6)
+    texts = ["0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h", "11 d 13 h"]
+    assert [duration(seconds) for seconds in values] == texts
 
 
 @pytest.mark.waits
-def test_the_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_shows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     progress, stream = StageProgress(Clock()), io.StringIO()
     view = LiveView(stream, 3, progress)
     progress.enter("rollout", "the others")
     progress.expect(SAMPLES, 32)
     view.begin_step(1)
-    progress.add(SAMPLES, 5)  # nobody tells the view
+    progress.add(SAMPLES, 5)  # the view is not notified
     deadline = time.monotonic() + 20
     while "5 of 32 samples of this rank, about 0 s left; waits for the others" not in stream.getvalue():
         assert time.monotonic() < deadline, stream.getvalue()[-2000:]
@@ -176,8 +176,8 @@ def test_updates_count_minibatches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "all_gather_varying", lambda local: [local])
     fields = {"mask": torch.ones(12, 3, dtype=torch.bool)}
     PROGRESS.enter("update_actor")
-    found = list(updates.RoleUpdates(batch, config, fields, partial(updates.ValueTask, None)).run())
+    results = list(updates.RoleUpdates(batch, config, fields, partial(updates.ValueTask, None)).run())
     PROGRESS.leave()
-    assert [len(done.chosen) for done in found] == [4, 4, 4] * 2
-    assert [done.weights.tokens for done in found] == [12, 12, 12] * 2
+    assert [len(done.chosen) for done in results] == [4, 4, 4] * 2
+    assert [done.weights.tokens for done in results] == [12, 12, 12] * 2
     assert [text.partition(",")[0] for text in seen] == [f"{n} of 6 minibatches" for n in range(6)]

@@ -1,4 +1,4 @@
-"""Seconds per stage, and the share of the hardware's peak."""
+"""Seconds per stage, and the fraction of the peak performance (MFU)."""
 
 import time
 
@@ -29,8 +29,8 @@ def test_stages_add_up_until_reset() -> None:
     assert timer.seconds == {} and timer.total < before
 
 
-def test_a_stage_has_the_peak_within_it() -> None:
-    """Not that of what lies before it, which is part of the whole."""
+def test_stage_has_a_separate_memory_peak() -> None:
+    """The peak before a stage counts only for the whole step."""
     peaks = iter([9.0, 2.0, 1.0, 5.0, 0.5, 3.0, 4.0, 6.0])
     timer = StageTimer(peak_since=lambda: next(peaks))
     for name in ("rollout", "update_actor", "rollout"):
@@ -43,14 +43,14 @@ def test_a_stage_has_the_peak_within_it() -> None:
     assert timer.peaks == {"sync": 6.0} and timer.peak == 9.0
 
 
-def test_a_stage_waits_for_the_device() -> None:
+def test_stage_waits_for_the_device() -> None:
     timer = StageTimer(lambda: time.sleep(0.02))
     with timer.stage("forward") as lap:
         pass
     assert lap.seconds >= 0.02
 
 
-def test_a_stage_is_announced_before_its_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_is_announced_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -83,7 +83,7 @@ def test_stages_do_not_nest() -> None:
         pass
 
 
-def test_a_failed_stage_is_timed_and_ends() -> None:
+def test_failed_stage_is_timed() -> None:
     timer = StageTimer(lambda: pytest.fail("waited for a device that may have failed"))
     with pytest.raises(RuntimeError), timer.stage("rollout") as lap:
         raise RuntimeError
@@ -107,12 +107,12 @@ def test_a_failed_stage_is_timed_and_ends() -> None:
         ("cpu", None),
     ],
 )
-def test_peaks(name: str, teraflops: float | None) -> None:
+def test_peak_flops_of_devices(name: str, teraflops: float | None) -> None:
     assert peak_flops(name) == (None if teraflops is None else teraflops * 1e12)
 
 
 def test_flops_by_hand() -> None:
-    # PaLM's appendix B: 6 N + 12 L H Q T.
+    # Appendix B of the PaLM paper: 6 N + 12 L H Q T.
     assert training_flops_per_token(1000, layers=2, heads=3, head_dim=5, sequence_tokens=7) == 6000 + 12 * 2 * 3 * 5 * 7
 
 

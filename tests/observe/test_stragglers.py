@@ -1,11 +1,11 @@
-"""Naming the ranks that hold up the others."""
+"""Messages about slow ranks."""
 
 from __future__ import annotations
 
 from megappo.observe.stragglers import Stragglers
 
 
-def test_a_rank_far_behind_is_named_once_in_a_while() -> None:
+def test_slow_rank_is_reported_at_intervals() -> None:
     stragglers = Stragglers()
     seconds = {"rollout": [6.0, 6.1, 5.9, 12.0], "forward": [3.0, 3.0, 3.0, 3.1]}
     (sentence,) = stragglers.observe(1, seconds)
@@ -14,10 +14,10 @@ def test_a_rank_far_behind_is_named_once_in_a_while() -> None:
     assert stragglers.observe(21, seconds)
 
 
-def test_of_two_ranks_the_slower_is_found() -> None:
+def test_slower_of_two_ranks_is_reported() -> None:
     assert "rank 0" in Stragglers().observe(1, {"reward": [9.0, 2.0]})[0]
 
 
-def test_small_differences_are_no_stragglers() -> None:
+def test_small_differences_are_not_reported() -> None:
     stragglers = Stragglers()
     assert not stragglers.observe(1, {"reward": [0.1, 1.0], "rollout": [100.0, 120.0], "sync": [1.0]})

@@ -1,4 +1,4 @@
-"""Compile caches are in a folder of this user on the node's own disk."""
+"""Compile caches are in a folder of this user on the local disk of the node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megappo.runtime.compile_caches import rank_caches, server_caches
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder of a node."""
+    """Return the default cache folder in a temporary folder of the node."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / f"megappo-caches-{os.getuid()}"
 
 
-def test_caches_are_on_the_nodes_own_disk(node: Path) -> None:
+def test_caches_are_on_the_local_disk(node: Path) -> None:
     caches = {
         "TRITON_CACHE_DIR": str(node / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(node / "inductor"),
@@ -31,19 +31,19 @@ def test_caches_are_on_the_nodes_own_disk(node: Path) -> None:
     assert node.stat().st_mode & 0o777 == 0o700
 
 
-def test_variables_of_the_user_stay(node: Path) -> None:
+def test_variables_of_the_user_are_not_changed(node: Path) -> None:
     own = {"TRITON_HOME": "/x", "TORCHINDUCTOR_CACHE_DIR": "/y"}
     assert rank_caches(own) == {"FLASHINFER_WORKSPACE_BASE": str(node / "flashinfer")}
     assert "SGLANG_CACHE_DIR" not in server_caches({"SGLANG_CACHE_DIR": "/z"})
 
 
-def test_one_variable_names_the_folder(tmp_path: Path) -> None:
+def test_variable_sets_the_folder(tmp_path: Path) -> None:
     caches = rank_caches({"MEGAPPO_COMPILE_CACHE": str(tmp_path / "fast")})
     assert caches["TRITON_CACHE_DIR"] == str(tmp_path / "fast" / "triton") and (tmp_path / "fast").is_dir()
 
 
 @pytest.mark.parametrize("kind", ["writable by others", "a file"])
-def test_a_named_folder_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> None:
+def test_unusable_folder_is_refused(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "caches"
     if kind == "a file":
         folder.touch()
@@ -56,8 +56,8 @@ def test_a_named_folder_that_cannot_be_used_is_refused(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["writable by others", "a link", "a file"])
-def test_a_folder_that_others_can_change_is_not_used(node: Path, tmp_path: Path, kind: str) -> None:
-    """Compilers execute the files in a cache."""
+def test_folder_with_foreign_write_access_is_not_used(node: Path, tmp_path: Path, kind: str) -> None:
+    """Compilers execute files of a cache."""
     if kind == "a link":
         (tmp_path / "elsewhere").mkdir()
         node.symlink_to(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""What is asked of torch's allocator and of a GPU's driver, with both played by the test."""
+"""Calls of the allocator of torch and of the driver of a GPU, which are replaced by mocks."""
 
 from __future__ import annotations
 
@@ -22,62 +22,62 @@ ON_A_GPU = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the allocator was told."""
-    found: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+def allocator_settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of settings that the allocator receives."""
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    return found
+    return settings
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_memory_for_other_processes_lies_in_no_expandable_segment(
-    name: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_shared_memory_uses_plain_segments(
+    name: str, allocator_settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128, expandable_segments:True")
     with pytest.raises(RuntimeError, match="out of memory"), plain_segments():
-        assert told == ["expandable_segments:False"]
+        assert allocator_settings == ["expandable_segments:False"]
         raise RuntimeError("out of memory")
-    assert told == ["expandable_segments:False", "expandable_segments:True"]
+    assert allocator_settings == ["expandable_segments:False", "expandable_segments:True"]
 
 
 @pytest.mark.parametrize("options", ["", "expandable_segments:False", "max_split_size_mb:128"])
-def test_an_allocator_without_them_is_left_alone(
-    options: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_other_allocator_options_are_not_changed(
+    options: str, allocator_settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
     with plain_segments():
         pass
-    assert told == []
+    assert allocator_settings == []
 
 
 def test_options_of_the_allocator() -> None:
     assert allocator_options(" a:1,b : [256:1,>:4], ") == {"a": "1", "b": "[256:1", ">": "4]"}
 
 
-def freed(monkeypatch: pytest.MonkeyPatch, free: list[int]) -> int:
-    """How often the driver is asked while it says these numbers one after the other, the last one ever after."""
-    asked: list[int] = []
+def queries_of_free_memory(monkeypatch: pytest.MonkeyPatch, free: list[int]) -> int:
+    """Return the number of queries for a driver that reports these values of free memory. The last value repeats."""
+    answers: list[int] = []
 
     def look() -> tuple[int, int]:
-        asked.append(free[min(len(asked), len(free) - 1)])
-        return asked[-1], 100
+        answers.append(free[min(len(answers), len(free) - 1)])
+        return answers[-1], 100
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", look)
     assert ON_A_GPU.await_freed_memory()
-    return len(asked)
+    return len(answers)
 
 
-def test_memory_that_others_give_back_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it grows no more."""
-    assert freed(monkeypatch, [40]) == 2
-    assert freed(monkeypatch, [10, 20, 40, 70, 70]) == 5
+def test_wait_for_memory_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait ends when free memory no longer grows."""
+    assert queries_of_free_memory(monkeypatch, [40]) == 2
+    assert queries_of_free_memory(monkeypatch, [10, 20, 40, 70, 70]) == 5
     assert Runtime(rank=0, world_size=1, local_rank=0, device=torch.device("cpu")).await_freed_memory()
 
 
-def test_a_peak_is_of_what_lies_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; a CPU has what the process has now."""
+def test_memory_peak_is_reset_after_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak applies to GPUs. On a CPU, the current memory of the process is returned."""
     peaks, resets = iter([3e9, 1e9]), list[str]()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append("reset"))
@@ -87,7 +87,7 @@ def test_a_peak_is_of_what_lies_since_the_last(monkeypatch: pytest.MonkeyPatch) 
     assert on_a_cpu.peak_since() == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.05)
 
 
-def test_a_wait_for_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_memory_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     growing = iter(range(10**9))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(growing), 100))
     assert not ON_A_GPU.await_freed_memory(0.1)
@@ -97,14 +97,14 @@ on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy o
 
 
 def in_a_thread(work: Callable[[], T]) -> T:
-    """What it returns; its policy is that of the thread alone."""
+    """Run a function in a thread with its own scheduling policy. Return the result."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(work).result()
 
 
 @on_linux
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
-def test_ranks_on_a_cpu_and_what_they_start_wait_for_their_turn() -> None:
+def test_ranks_on_a_cpu_use_the_batch_policy() -> None:
     def prepared() -> list[int]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         prepare_device(RuntimeSettings(device="cpu"), Ranks(0, 1, 0, 1))
@@ -114,7 +114,7 @@ def test_ranks_on_a_cpu_and_what_they_start_wait_for_their_turn() -> None:
 
 
 @on_linux
-def test_a_policy_that_was_chosen_stays() -> None:
+def test_selected_scheduling_policy_is_not_changed() -> None:
     def shared() -> int:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         share_cores()
@@ -124,7 +124,7 @@ def test_a_policy_that_was_chosen_stays() -> None:
 
 
 @on_linux
-def test_a_sandbox_may_forbid_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_scheduling_policy_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     forbidden = Mock(side_effect=PermissionError)
 
     def shared() -> None:

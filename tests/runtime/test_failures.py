@@ -1,4 +1,4 @@
-"""One rank's error ends all ranks within seconds, each with the sentence of the rank that had it."""
+"""An error of one rank ends all ranks within seconds. Each rank reports the error and the rank."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FOREVER = 10**6
 
 
 class Ended(NamedTuple):
-    """How a rank ended."""
+    """End of a rank."""
 
     code: int
-    said: str
-    told: str
-    """What torchrun was told."""
+    stderr: str
+    torchrun_message: str
+    """Message in the error file of torchrun."""
     seconds: float
 
 
@@ -44,15 +44,15 @@ Body = Callable[[Runtime], None]
 
 
 def of_rank(rank: int, ranks: int, folder: Path, port: int, body: Body, under_torchrun: bool) -> None:
-    """One rank, in a process of its own."""
+    """Run one rank in a separate process."""
     errors = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
-    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - not pytest's
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - replaces the stream of pytest
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if under_torchrun:
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"told-{rank}")
-    dist.destroy_process_group = lambda *_: time.sleep(FOREVER)  # as NCCL may where others wait for this rank
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"torchrun-{rank}")
+    dist.destroy_process_group = lambda *_: time.sleep(FOREVER)  # NCCL can block here if other ranks wait for this rank
     with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:
         runtime.failures.before_leaving(lambda failure: (folder / f"last-{rank}").write_text(str(failure.rank)))
         (folder / f"begun-{rank}").write_text(str(time.monotonic()))
@@ -60,11 +60,12 @@ def of_rank(rank: int, ranks: int, folder: Path, port: int, body: Body, under_to
             with runtime.failures.told():
                 body(runtime)
         finally:
-            time.sleep(FOREVER)  # something that cannot be closed
+            time.sleep(FOREVER)  # a resource that cannot be closed
 
 
 def ends(folder: Path, body: Body, *, ranks: int = 2, under_torchrun: bool = False) -> list[Ended]:
-    """Run a body on some ranks until all have ended; seconds count from the moment at which all had begun it."""
+    """Run a body on some ranks until all ranks end. Seconds are counted from the time at which all ranks had
+    started."""
     context, port = multiprocessing.get_context("fork"), free_port("127.0.0.1")
     started = [
         context.Process(target=of_rank, args=(r, ranks, folder, port, body, under_torchrun)) for r in range(ranks)
@@ -78,12 +79,12 @@ def ends(folder: Path, body: Body, *, ranks: int = 2, under_torchrun: bool = Fal
     for process in started:
         process.kill()
     start = max(float((folder / f"begun-{rank}").read_text()) for rank in range(ranks))
-    told = [folder / f"told-{rank}" for rank in range(ranks)]
-    words = [json.loads(path.read_text())["message"]["message"] if path.exists() else "" for path in told]
-    said = [(folder / f"stderr-{rank}").read_text() for rank in range(ranks)]
-    said = ["".join(line for line in text.splitlines(True) if "cpp_extension" not in line) for text in said]
+    paths = [folder / f"torchrun-{rank}" for rank in range(ranks)]
+    messages = [json.loads(path.read_text())["message"]["message"] if path.exists() else "" for path in paths]
+    outputs = [(folder / f"stderr-{rank}").read_text() for rank in range(ranks)]
+    outputs = ["".join(line for line in text.splitlines(True) if "cpp_extension" not in line) for text in outputs]
     codes = [process.exitcode if process.exitcode is not None else FOREVER for process in started]
-    return [Ended(*found) for found in zip(codes, said, words, (s - start for s in seconds), strict=True)]
+    return [Ended(*fields) for fields in zip(codes, outputs, messages, (s - start for s in seconds), strict=True)]
 
 
 def raised_alone(runtime: Runtime) -> None:
@@ -93,7 +94,7 @@ def raised_alone(runtime: Runtime) -> None:
 
 
 def raised_in_a_thread(runtime: Runtime) -> None:
-    """One of megappo's; in what others start nobody knows what an error means."""
+    """Errors count only in threads of megappo. The meaning of errors in other threads is unknown."""
     if runtime.rank == 1:
         runtime.notices.each_turn(lambda: raised_alone(runtime))
         threading.Thread(target=lambda: 1 / 0, daemon=True).start()
@@ -109,23 +110,23 @@ def raised_by_rank_0(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("body", [raised_alone, raised_in_a_thread])
-def test_the_others_are_told_whose_error_it_was(body: Body, tmp_path: Path) -> None:
-    """Whatever they wait for, and whatever the one that had it cannot close."""
+def test_other_ranks_report_the_failed_rank(body: Body, tmp_path: Path) -> None:
+    """The other ranks end during any wait, even if the failed rank cannot close a resource."""
     first, second = ends(tmp_path, body)
     sentence = f"megappo: error on rank 1: KeyError: 'no such room' ({__file__}:"
     assert (first.code, second.code) == (1, 1)
     assert max(first.seconds, second.seconds) < WITHIN_SECONDS
-    assert sentence in first.said and "Traceback" not in first.said, first.said
-    assert sentence in second.said and second.said.count("Traceback") == 1, second.said
+    assert sentence in first.stderr and "Traceback" not in first.stderr, first.stderr
+    assert sentence in second.stderr and second.stderr.count("Traceback") == 1, second.stderr
     assert [(tmp_path / f"last-{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
-def test_torchrun_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_torchrun_receives_the_error_on_every_rank(tmp_path: Path) -> None:
     first, second = ends(tmp_path, raised_by_rank_0, under_torchrun=True)
     assert (first.code, second.code) == (1, 1)
-    assert first.told == "megappo: error: the disk is full; make room"
-    assert second.told == "megappo: error on rank 0: the disk is full; make room"
-    assert "error" not in first.said + second.said
+    assert first.torchrun_message == "megappo: error: the disk is full; make room"
+    assert second.torchrun_message == "megappo: error on rank 0: the disk is full; make room"
+    assert "error" not in first.stderr + second.stderr
 
 
 def device_fault(runtime: Runtime) -> None:
@@ -134,12 +135,12 @@ def device_fault(runtime: Runtime) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_fault_of_a_device_has_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job script requeues on the code, and excludes the node of the rank that is noted."""
+def test_device_fault_has_a_separate_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job script requeues for this exit code, and excludes the node of the recorded rank."""
     monkeypatch.setenv("MEGAPPO_RANK_LOGS", str(tmp_path))
     first, second = ends(tmp_path, device_fault)
     assert (first.code, second.code) == (FAULT, FAULT)
-    assert "megappo: error on rank 1: AcceleratorError: CUDA error: uncorrectable ECC error" in first.said
+    assert "megappo: error on rank 1: AcceleratorError: CUDA error: uncorrectable ECC error" in first.stderr
     assert (tmp_path / "first-failed").read_text() == "1\n"
 
 
@@ -164,9 +165,9 @@ def raised_by_all(runtime: Runtime) -> None:
     raise RunError("the folder is lost")
 
 
-def test_an_error_of_all_ranks_is_nobodys(tmp_path: Path) -> None:
+def test_error_of_all_ranks_names_no_rank(tmp_path: Path) -> None:
     for ended in ends(tmp_path, raised_by_all):
-        assert (ended.code, ended.said) == (1, "megappo: error: the folder is lost\n")
+        assert (ended.code, ended.stderr) == (1, "megappo: error: the folder is lost\n")
 
 
 def killed(runtime: Runtime) -> None:
@@ -176,74 +177,74 @@ def killed(runtime: Runtime) -> None:
 
 
 def killed_while_nothing_breaks(runtime: Runtime) -> None:
-    """The other waits for something else."""
+    """The other rank waits without a collective."""
     if runtime.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
 
 @pytest.mark.parametrize("body", [killed, killed_while_nothing_breaks])
-def test_a_rank_that_ends_without_a_word(body: Body, tmp_path: Path) -> None:
-    """Is named by the next rank on its machine. That connections broke would be no reason."""
+def test_killed_rank_is_reported(body: Body, tmp_path: Path) -> None:
+    """The next rank on the same machine reports the killed rank. A lost connection is not reported as the reason."""
     first, second = ends(tmp_path, body)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
     assert first.seconds < 5
-    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a message, as after", first.said)
-    assert "Traceback" not in first.said
+    assert re.search(r"megappo: error on rank 1: process \d+ on \S+ ended without a message, as after", first.stderr)
+    assert "Traceback" not in first.stderr
 
 
-def test_a_rank_of_another_machine_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That connections broke is no reason, and says so. Nine seconds pass by design: five in which a reason may still
-    arrive, and four for what cannot be closed."""
+def test_killed_rank_on_another_machine_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost connection is reported without a reason. By design, this takes nine seconds: five to wait for a reason,
+    and four to close resources."""
     monkeypatch.setattr("megappo.runtime.failures.find_neighbour", lambda *_: None)
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (FAULT, -signal.SIGKILL)
     assert first.seconds < 2 * WITHIN_SECONDS
-    assert "another rank ended without a message or is unreachable" in first.said
-    assert "Traceback" not in first.said
+    assert "another rank ended without a message or is unreachable" in first.stderr
+    assert "Traceback" not in first.stderr
 
 
 def lost_before_the_reason(runtime: Runtime) -> None:
-    """Rank 0 notices that a connection broke before rank 1 can say why."""
+    """Rank 0 detects a lost connection before rank 1 reports the reason."""
     if runtime.rank == 0:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
     time.sleep(2)
     raise RunError("no room is left")
 
 
-def test_the_reason_of_the_rank_that_was_lost_is_waited_for(tmp_path: Path) -> None:
+def test_lost_connection_waits_for_the_reason(tmp_path: Path) -> None:
     for ended in ends(tmp_path, lost_before_the_reason):
-        assert (ended.code, ended.said) == (1, "megappo: error on rank 1: no room is left\n")
+        assert (ended.code, ended.stderr) == (1, "megappo: error on rank 1: no room is left\n")
 
 
 def stopped(_runtime: Runtime) -> None:
     raise Interrupted(signal.SIGTERM)
 
 
-def test_a_run_that_stopped_ends_whatever_cannot_be_closed(tmp_path: Path) -> None:
-    """With the code that asks for another start, before a scheduler kills it."""
+def test_stopped_run_ends_with_unclosed_resource(tmp_path: Path) -> None:
+    """The exit code requests a restart, and the run ends before a scheduler kills the run."""
     for ended in ends(tmp_path, stopped):
         assert ended.code == 85 and ended.seconds < 30, ended
-        assert "a resource was not closed within 20 seconds" in ended.said
+        assert "a resource was not closed within 20 seconds" in ended.stderr
 
 
-def test_one_rank_alone_says_its_error_whatever_cannot_be_closed(tmp_path: Path) -> None:
+def test_single_rank_reports_error_with_unclosed_resource(tmp_path: Path) -> None:
     (ended,) = ends(tmp_path, raised_by_rank_0, ranks=1)
     assert ended.code == 1 and ended.seconds < 30
-    assert ended.said.endswith("megappo: error: the disk is full; make room\n"), ended.said
+    assert ended.stderr.endswith("megappo: error: the disk is full; make room\n"), ended.stderr
 
 
 def done(runtime: Runtime) -> None:
     runtime.failures.done(close_within_seconds=1.0)
 
 
-def test_a_run_that_is_done_ends_well_whatever_cannot_be_closed(tmp_path: Path) -> None:
+def test_finished_run_succeeds_with_unclosed_resource(tmp_path: Path) -> None:
     for ended in ends(tmp_path, done):
         assert ended.code == 0 and ended.seconds < WITHIN_SECONDS
-        assert "a resource was not closed within 1 seconds" in ended.said
+        assert "a resource was not closed within 1 seconds" in ended.stderr
 
 
-def test_one_rank_alone_raises_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_raises_the_original_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     settings = RuntimeSettings(threads_per_rank=1)

@@ -1,4 +1,4 @@
-"""Process groups in worlds of any size, as torch's fake backend plays them: few calls, the same on all members."""
+"""Process groups in worlds of any size, with the fake backend of torch: few calls, the same on all members."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SECONDS = RuntimeSettings().collective_timeout_seconds
 
 
 def calls_of_a_run(rank: int, world: int, cuts: dict[str, Cut]) -> tuple[dict[str, Layout | Outside], list[Call]]:
-    """What a rank makes from its start to its first checkpoint; the reference stands on the actor's groups."""
+    """Return the layouts and group calls of a rank until its first checkpoint. The reference uses the actor's
+    groups."""
     with fake_world(rank, world) as calls:
         layouts = make_layouts(cuts, "cuda", SECONDS)
         make_host_group("checkpoint", TIMEOUT)
@@ -30,7 +31,7 @@ def calls_of_a_run(rank: int, world: int, cuts: dict[str, Cut]) -> tuple[dict[st
 
 
 def check_order(sequences: dict[int, list[Call]]) -> None:
-    """torch names a group after its ranks and how many its maker made before: each is the same one on all members."""
+    """All members must create a group with the same number, because torch derives the name from ranks and number."""
     assert len({len(calls) for calls in sequences.values()}) == 1
     for rank, calls in sequences.items():
         for number, call in enumerate(calls):
@@ -46,8 +47,8 @@ CUTS = {
 
 
 @pytest.mark.parametrize(("world", "made"), [(8, 13), (128, 20), (1024, 24)])
-def test_a_rank_makes_few_groups(world: int, made: int) -> None:
-    """For actor, critic, reference and checkpoints, the world's own included; each with the timeout of the settings."""
+def test_rank_creates_few_groups(world: int, made: int) -> None:
+    """The groups are for actor, critic, reference, checkpoints and the world, with the timeout in the settings."""
     sequences = {}
     for rank in sorted({*range(0, world, max(1, world // 8)), 1, world // 3, world - 1}):
         _, sequences[rank] = calls_of_a_run(rank, world, CUTS[world])
@@ -67,35 +68,38 @@ def cuts(draw: st.DrawFn) -> Cut:
 
 @settings(max_examples=10)
 @given(st.lists(cuts(), min_size=2, max_size=2))
-def test_all_ranks_make_the_same_groups_in_the_same_order(roles: list[Cut]) -> None:
-    """Whatever the roles' ranks, one outside of all of them included."""
+def test_all_ranks_create_groups_in_the_same_order(roles: list[Cut]) -> None:
+    """This holds for any ranks of the roles, including a rank without a role."""
     named = {str(number): cut for number, cut in enumerate(roles)}
     runs = {rank: calls_of_a_run(rank, WORLD, named) for rank in range(WORLD)}
     check_order({rank: calls for rank, (_, calls) in runs.items()})
     for name, cut in named.items():
-        there = [rank for rank, (layouts, _) in runs.items() if isinstance(layouts[name], Layout)]
-        assert there == list(cut.grid.ranks)
+        members = [rank for rank, (layouts, _) in runs.items() if isinstance(layouts[name], Layout)]
+        assert members == list(cut.grid.ranks)
 
 
-def test_groups_of_the_same_ranks_are_one() -> None:
-    """Between roles and within one, the world's own included; experts' groups are apart, one role's and another's
-    together."""
+def test_groups_with_equal_ranks_are_shared() -> None:
+    """Groups are shared within and between roles, including the world group. Groups of experts are separate, but
+    shared between roles."""
     cut = Cut(Grid(range(4), 2, 2, 2))
     layouts, calls = calls_of_a_run(1, 8, {"actor": cut, "critic": cut})
     actor, critic = layouts["actor"], layouts["critic"]
     assert isinstance(actor, Layout) and isinstance(critic, Layout)
     assert vars(actor.groups) == vars(critic.groups)
-    assert actor.groups.mp is actor.role_group  # one replica
+    assert actor.groups.mp is actor.role_group  # there is one replica
     assert actor.groups.tp is actor.groups.tp_dp_cp is not actor.groups.ep
     assert actor.groups.pp is actor.groups.embd
     ranks = [call["ranks"] for call in calls if len(call["ranks"]) > 1]
     assert sorted(ranks) == sorted([tuple(range(8))] * 2 + [(0, 1, 2, 3), (0, 1)] * 2 + [(1, 3)])
     alone, calls = calls_of_a_run(0, 1, {"actor": Cut(Grid((0,), 1, 1))})
-    assert isinstance(alone["actor"], Layout) and len(calls) == 3  # the world, the experts', the checkpoints'
+    assert (
+        isinstance(alone["actor"], Layout) and len(calls) == 3
+    )  # groups of the world, the experts and the checkpoints
 
 
-def test_objects_never_wait_in_nccl() -> None:
-    """On GPUs the world and the groups of roles carry Python objects over gloo; the others need none."""
+def test_objects_are_transferred_with_gloo() -> None:
+    """On GPUs, the world and the groups of roles transfer Python objects with gloo. Other groups transfer no
+    objects."""
     cuts = {"actor": Cut(Grid(range(4), 2, 1)), "critic": Cut(Grid(range(4, 8), 1, 4))}
     _, calls = calls_of_a_run(0, 8, cuts)
     backends = {call.get("group_desc", "world"): call["backend"] for call in calls}
@@ -105,8 +109,8 @@ def test_objects_never_wait_in_nccl() -> None:
     assert Runtime(0, 1, 0, torch.device("cuda")).backend == "nccl"
 
 
-def test_asking_each_other_to_stop_raises_nothing_without_a_gpu() -> None:
-    """A rank whose responses are there asks while servers still generate, also on its GPU."""
+def test_check_for_stop_needs_no_gpu() -> None:
+    """A rank with all responses checks for a stop while servers still generate, also on the same GPU."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         Interrupts(Runtime(0, 1, 0, torch.device("cuda"))).check()
@@ -114,7 +118,7 @@ def test_asking_each_other_to_stop_raises_nothing_without_a_gpu() -> None:
         dist.destroy_process_group()
 
 
-def test_a_group_is_shared_only_with_what_may_share_it() -> None:
+def test_separate_groups_are_not_shared() -> None:
     kinds = [WantedGroups("a", [[0, 1]]), WantedGroups("b", [[1, 0]]), WantedGroups("c", [[0, 1]], apart="c")]
     with fake_world(0, 3):
         a, b, c = make_groups(kinds, "cpu", TIMEOUT)

@@ -1,4 +1,4 @@
-"""Roles of different layouts, on the same ranks and on others, each talk over groups of their own ranks."""
+"""Process groups of roles with different layouts, on the same or different ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.harness import ask
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 WORLD = 8
-# By role: its ranks, TP, PP, EP, CP.
+# For each role: ranks, TP, PP, EP, CP.
 CASES: dict[str, dict[str, tuple[list[int], int, int, int, int]]] = {
     "same ranks": {"actor": (list(range(8)), 2, 2, 2, 1), "critic": (list(range(8)), 1, 4, 1, 1)},
     "other ranks": {"actor": (list(range(4)), 2, 1, 4, 1), "critic": (list(range(4, 8)), 1, 2, 2, 1)},
@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, tuple[list[int], int, int, int, int]]] = {
 
 
 def expected(ranks: list[int], tp: int, pp: int, ep: int, cp: int) -> dict[str, list[list[int]]]:
-    """Megatron's groups by their definition: ranks that differ in some coordinates and share the others."""
+    """Return the groups of Megatron by definition: ranks of a group share all coordinates except some."""
     places = {}
     for index, rank in enumerate(ranks):
         context, tensor = index // tp % cp, index % tp
@@ -39,26 +39,26 @@ def expected(ranks: list[int], tp: int, pp: int, ep: int, cp: int) -> dict[str, 
         return [sorted(group) for _, group in groupby(sorted(among, key=key), key)]
 
     first, ends = [[r for r in ranks if places[r]["p"] in stages] for stages in ({0}, {0, pp - 1})]
-    found = {"tp": sharing("dpx"), "tp_cp": sharing("dp"), "cp": sharing("dpt")}
-    found |= dict.fromkeys(["dp", "dp_cp", "intra_dp_cp"], sharing("pt"))
-    found |= dict.fromkeys(["ep", "tp_ep"], sharing("pc")) | {"tp_ep_pp": sharing("c")}
-    found |= dict.fromkeys(["expt_dp", "intra_expt_dp"], sharing("pe"))
-    found |= {"expt_tp": sharing("r")} | dict.fromkeys(["role", "intra_dist_opt"], sharing(""))
-    found |= {"pp": sharing("dxt"), "mp": sharing("dx"), "tp_dp_cp": sharing("p")}
-    return found | {"embd": sharing("dxt", ends), "pos_embd": sharing("dxt", first)}
+    groups = {"tp": sharing("dpx"), "tp_cp": sharing("dp"), "cp": sharing("dpt")}
+    groups |= dict.fromkeys(["dp", "dp_cp", "intra_dp_cp"], sharing("pt"))
+    groups |= dict.fromkeys(["ep", "tp_ep"], sharing("pc")) | {"tp_ep_pp": sharing("c")}
+    groups |= dict.fromkeys(["expt_dp", "intra_expt_dp"], sharing("pe"))
+    groups |= {"expt_tp": sharing("r")} | dict.fromkeys(["role", "intra_dist_opt"], sharing(""))
+    groups |= {"pp": sharing("dxt"), "mp": sharing("dx"), "tp_dp_cp": sharing("p")}
+    return groups | {"embd": sharing("dxt", ends), "pos_embd": sharing("dxt", first)}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.quick) for name in CASES])
-def test_every_group_of_every_role(case: str) -> None:
-    """A sum over each group reaches its ranks and no others; a group that does not form would hang."""
-    found = ask("groups_worker.py", WORLD, CASES[case], timeout_seconds=120)
+def test_groups_of_all_roles(case: str) -> None:
+    """A sum over each group reaches exactly the ranks of the group. An incomplete group would hang."""
+    answers = ask("groups_worker.py", WORLD, CASES[case], timeout_seconds=120)
     for role, arguments in CASES[case].items():
         groups = expected(*arguments)
         for rank in range(WORLD):
-            assert found[rank]["groups"].get(role, {}) == dict(own(groups, rank)), (role, rank)
+            assert answers[rank]["groups"].get(role, {}) == dict(own(groups, rank)), (role, rank)
 
 
 def own(groups: dict[str, list[list[int]]], rank: int) -> Iterator[tuple[str, Any]]:
-    """The rank's group of each kind that it is in."""
+    """Yield the group of this rank for each kind of group."""
     for name, of_kind in groups.items():
         yield from ((name, ranks) for ranks in of_kind if rank in ranks)

@@ -1,4 +1,4 @@
-"""What a CPU's process does with memory that it has freed, and with that of its frames."""
+"""Reuse of freed memory and of stack frames in a process on a CPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def used():
     some = [torch.ones(20 * 2**20, dtype=torch.uint8) for _ in range(4)]
     return torch.ones(50 * 2**20, dtype=torch.uint8), some
 
-if sys.argv[1] == "kept":
+if sys.argv[1] == "keep":
     keep_freed_memory()
-for _ in range(10):  # until the heap has found its shape, which is another one each time
+for _ in range(10):  # until the heap reaches a stable state, which differs between runs
     used()
 before = faults()
 for _ in range(5):
@@ -35,27 +35,26 @@ print(faults() - before)
 """
 
 
-def _faults(how: str) -> int:
-    """Pages that the kernel gave to a process that needs 130 MiB five times."""
-    done = subprocess.run([sys.executable, "-c", CHILD, how], capture_output=True, text=True, check=True, timeout=120)
+def _faults(mode: str) -> int:
+    """Return the page faults of a process that allocates 130 MiB five times."""
+    done = subprocess.run([sys.executable, "-c", CHILD, mode], capture_output=True, text=True, check=True, timeout=120)
     return int(done.stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is asked")
-def test_freed_memory_is_used_again() -> None:
-    """Without the request every tensor of more than 32 MiB, and the end of the heap, is given back and cleared anew."""
-    given_back, kept = _faults("given back"), _faults("kept")
-    assert given_back > 50_000
-    assert kept < given_back / 4
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+def test_freed_memory_is_reused() -> None:
+    """Without the setting, tensors above 32 MiB and the end of the heap are returned to the system and cleared
+    again."""
+    with_release, with_keep = _faults("release"), _faults("keep")
+    assert with_release > 50_000
+    assert with_keep < with_release / 4
 
 
 @pytest.mark.parametrize(("starts", "slow"), [(lambda program: program(), True), (with_room_for_frames, False)])
-def test_calls_need_no_new_memory_wherever_a_loop_stands(
-    starts: Callable[[Callable[[], int]], int], slow: bool
-) -> None:
-    """In a thread, whose frames begin anew; there is a depth at which each call needs a page otherwise."""
+def test_calls_need_no_new_memory_at_any_depth(starts: Callable[[Callable[[], int]], int], slow: bool) -> None:
+    """In a new thread, there is otherwise a stack depth at which each call needs a new page."""
 
     def faults() -> int:
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -63,7 +62,7 @@ def test_calls_need_no_new_memory_wherever_a_loop_stands(
     def called() -> None:
         pass
 
-    called.__code__ = called.__code__.replace(co_stacksize=100)  # larger than the frames of the loop
+    called.__code__ = called.__code__.replace(co_stacksize=100)  # larger than the stack frames of the loop
 
     def loop(depth: int) -> int:
         if depth:

@@ -65,31 +65,31 @@ def adopted(environment: dict[str, str]) -> dict[str, str]:
 
 
 def test_slurm() -> None:
-    found = adopted(SLURM)
+    variables = adopted(SLURM)
     assert launcher_of(SLURM) == "slurm"
-    assert read_ranks(found) == Ranks(9, 12, 1, 4)
-    assert found["MASTER_ADDR"] == "localhost"
-    assert 10000 <= int(found["MASTER_PORT"]) < 30000
-    assert adopted(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == found["MASTER_PORT"]
-    assert adopted(SLURM | {"SLURM_JOB_ID": "78"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert read_ranks(variables) == Ranks(9, 12, 1, 4)
+    assert variables["MASTER_ADDR"] == "localhost"
+    assert 10000 <= int(variables["MASTER_PORT"]) < 30000
+    assert adopted(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == variables["MASTER_PORT"]
+    assert adopted(SLURM | {"SLURM_JOB_ID": "78"})["MASTER_PORT"] != variables["MASTER_PORT"]
     assert adopted(SLURM | {"SLURM_STEP_RESV_PORTS": "12001-12002"})["MASTER_PORT"] == "12001"
-    given = adopted(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
-    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("head", "1234")
+    with_master = adopted(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert (with_master["MASTER_ADDR"], with_master["MASTER_PORT"]) == ("head", "1234")
 
 
-def test_a_batch_script_is_no_rank() -> None:
+def test_batch_script_is_not_a_rank() -> None:
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "n1"}
     assert launcher_of(batch) == "none"
     assert adopted(batch) == batch
 
 
-def test_torchrun_inside_srun_wins() -> None:
+def test_torchrun_inside_srun_has_priority() -> None:
     environment = SLURM | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     assert adopted(environment) == environment
 
 
 @pytest.mark.waits
-def test_an_unknown_first_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_first_machine_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment = SLURM | {"SLURM_STEP_NODELIST": "no-such-host-[1-2]"}
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="'no-such-host-1', has no known address; set MASTER_ADDR"):
@@ -101,23 +101,24 @@ def test_an_unknown_first_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_mpi() -> None:
-    found = adopted(OPEN_MPI)
-    assert read_ranks(found) == Ranks(1, 2, 1, 2)
-    assert found["MASTER_ADDR"] == "127.0.0.1"
-    assert found["MASTER_PORT"] == adopted(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    variables = adopted(OPEN_MPI)
+    assert read_ranks(variables) == Ranks(1, 2, 1, 2)
+    assert variables["MASTER_ADDR"] == "127.0.0.1"
+    assert variables["MASTER_PORT"] == adopted(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
     with pytest.raises(ConfigError, match="set MASTER_ADDR to its name, for example mpirun -x MASTER_ADDR=node1"):
         adopted(HYDRA)
     assert read_ranks(adopted(HYDRA | {"MASTER_ADDR": "node1"})) == Ranks(3, 4, 1, 2)
 
 
-def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By who started the ranks of one machine, by the words of those of several; with the ports at which they meet."""
+def test_jobs_of_different_users_have_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs on one machine differ by the process that started the ranks, jobs on several machines by the command. The
+    ports differ, too."""
     nameless = {name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}
     elsewhere = HYDRA | {"MASTER_ADDR": "node1"}
 
     def met() -> list[tuple[str, str]]:
         places = (SLURM, OPEN_MPI, nameless, elsewhere)
-        return [(found["MASTER_PORT"], job_of(found)) for found in map(adopted, places)]
+        return [(variables["MASTER_PORT"], job_of(variables)) for variables in map(adopted, places)]
 
     mine = met()
     assert mine == met() and len({port for port, _ in mine}) == len(mine) and "10000" not in dict(mine)
@@ -133,16 +134,16 @@ def test_jobs_without_a_name_and_those_of_two_users_differ(monkeypatch: pytest.M
     assert [one == other for one, other in zip(mine, met(), strict=True)] == [True, True, False, False]
 
 
-def test_a_process_knows_how_long_it_runs() -> None:
-    """Imports included, which a process begins with."""
+def test_duration_since_process_start() -> None:
+    """The duration includes the imports at the start."""
     passed = time.time() - psutil.Process().create_time()
     assert seconds_since_start() == pytest.approx(passed, abs=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_rank_of_another_job_is_told() -> None:
-    """Which finds rank 0 of ours at the port that it thinks to be its own."""
+def test_rank_of_another_job_is_refused() -> None:
+    """The rank of the other job connects to the port of our rank 0."""
     code = (
         "from megappo.runtime.heap import put_off_collections\n"
         "put_off_collections()\n"
@@ -151,23 +152,23 @@ def test_a_rank_of_another_job_is_told() -> None:
         "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)):\n"
         "    pass\n"
     )
-    kept = environment() | OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    variables = environment() | OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     ours, other = (
         subprocess.Popen(
             [sys.executable, "-c", code],
-            env=kept | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": job},
+            env=variables | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": job},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank, job in (("0", "ours"), ("1", "theirs"))
     )
     try:
-        said = other.communicate(timeout=120)[1]
+        errors = other.communicate(timeout=120)[1]
     finally:
         ours.kill()
         ours.communicate()
     uid = os.getuid()
-    assert f"(the store belongs to the job '{uid} ours', this is '{uid} theirs'); set MASTER_ADDR and" in said
+    assert f"(the store belongs to the job '{uid} ours', this is '{uid} theirs'); set MASTER_ADDR and" in errors
 
 
 @pytest.mark.parametrize(
@@ -185,15 +186,15 @@ def test_tasks_per_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "message"),
     [
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
         ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK is 4, must be below WORLD_SIZE 4"),
         ({"WORLD_SIZE": "4", "RANK": "one"}, "RANK is 'one', must be a whole number"),
     ],
 )
-def test_impossible_ranks(environment: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_impossible_ranks(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_ranks(environment)
 
 
@@ -207,12 +208,12 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         device_index(Ranks(0, 16, 0, 8), visible=4)
     with pytest.raises(RunError, match="shows 1 CUDA device;"):
         device_index(Ranks(1, 2, 1, 2), visible=1)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # --gpus-per-task=1: each rank sees its own
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # --gpus-per-task=1: each rank sees only its own device
     assert device_index(Ranks(1, 2, 1, 2), visible=1) == 0
 
 
 def named_by_an_address() -> list[str]:
-    """What stands before a command so that this machine's name means another interface than loopback, where we may."""
+    """Return a command prefix that gives this machine a name for a non-loopback interface, if this is permitted."""
     address = address_towards("192.0.2.1", 9)
     before = ["unshare", "--uts", "sh", "-c", f'hostname {address} && exec "$@"', "-"]
     may = (
@@ -223,9 +224,9 @@ def named_by_an_address() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_two_processes_of_mpi_meet() -> None:
-    """As mpirun starts them, through the collectives, without listening to other machines, whatever the machine's name
-    means."""
+def test_two_mpi_processes_connect() -> None:
+    """The ranks are started like with mpirun and run a collective. No socket is open to other machines, for any name
+    of this machine."""
     code = (
         "from megappo.runtime.heap import put_off_collections\n"
         "put_off_collections()\n"
@@ -237,13 +238,13 @@ def test_two_processes_of_mpi_meet() -> None:
         "    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]\n"
         "    print(runtime.rank, runtime.world_size, runtime.local_rank, int(total), *{s.laddr.ip for s in sockets})\n"
     )
-    kept = environment() | OPEN_MPI
-    kept.pop("GLOO_SOCKET_IFNAME", None)
+    variables = environment() | OPEN_MPI
+    variables.pop("GLOO_SOCKET_IFNAME", None)
     job = {"PMIX_NAMESPACE": f"test-{os.getpid()}"}
     processes = [
         subprocess.Popen(
             [*named_by_an_address(), sys.executable, "-c", code],
-            env=kept | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
+            env=variables | job | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -254,7 +255,7 @@ def test_two_processes_of_mpi_meet() -> None:
 
 
 @pytest.mark.waits
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_missing_ranks_are_reported() -> None:
     seconds = datetime.timedelta(seconds=1)
     store = dist.PrefixStore("", listening_store("127.0.0.1", 0, 4, seconds))
 
@@ -276,13 +277,13 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         ("127.0.0.1", False, "127.0.0.1"),
         ("localhost", False, "127.0.0.1"),
         ("this-machine", True, "127.0.0.1"),
-        ("this-machine", False, "::"),  # other machines know that name by another address
-        ("two-interfaces", False, "::"),  # or by the second of them
+        ("this-machine", False, "::"),  # other machines can resolve this name to another address
+        ("two-interfaces", False, "::"),  # or to the second address
         ("two-interfaces", True, "127.0.0.1"),
-        ("192.0.2.1", False, "::"),  # none of this machine's addresses
+        ("192.0.2.1", False, "::"),  # not an address of this machine
     ],
 )
-def test_where_a_store_listens(
+def test_listening_address_of_a_store(
     monkeypatch: pytest.MonkeyPatch, address: str, on_one_machine: bool, interface: str
 ) -> None:
     known, served = socket.getaddrinfo, dist.TCPStore
@@ -290,13 +291,13 @@ def test_where_a_store_listens(
     reached = dict.fromkeys([*names, "192.0.2.1"], "127.0.0.1")
     seconds = datetime.timedelta(seconds=5)
 
-    def resolve(host: str, *words: Any, **more: Any) -> list[Any]:
-        return [place for name in names.get(host, [host]) for place in known(name, *words, **more)]
+    def resolve(host: str, *arguments: Any, **more: Any) -> list[Any]:
+        return [place for name in names.get(host, [host]) for place in known(name, *arguments, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
-    def reach(host: str, *words: Any, **more: Any) -> dist.TCPStore:
-        return served(reached.get(host, host), *words, **more)
+    def reach(host: str, *arguments: Any, **more: Any) -> dist.TCPStore:
+        return served(reached.get(host, host), *arguments, **more)
 
     monkeypatch.setattr(dist, "TCPStore", reach)
     store = listening_store(address, 0, 2, seconds, on_one_machine=on_one_machine)
@@ -307,17 +308,17 @@ def test_where_a_store_listens(
     assert store.get("met") == b"here"
 
 
-def test_slurm_says_when_the_job_ends() -> None:
+def test_end_time_of_a_slurm_job() -> None:
     now = time.time()
     assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now + 3600:.0f}"}) == pytest.approx(3600, abs=5)
-    assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now - 1:.0f}"}) == 0  # this process is older
+    assert seconds_to_end({"SLURM_JOB_END_TIME": f"{now - 1:.0f}"}) == 0  # the time is after the start of this process
     for text in ("", "NONE", "-1", "9" * 12):
         assert seconds_to_end({"SLURM_JOB_END_TIME": text}) is None
     assert seconds_to_end({}) is None
 
 
-def test_an_end_time_before_the_start_is_ignored() -> None:
-    """The run ignores the variable, and names it."""
+def test_end_time_before_the_start_is_ignored() -> None:
+    """The run ignores the variable and reports its name."""
     environment = {"SLURM_JOB_END_TIME": f"{time.time() - seconds_since_start() - 60:.0f}"}
     assert seconds_to_end(environment) is None
     (sentence,) = left_variables(environment)
@@ -335,12 +336,12 @@ OF_DAEMON = {
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, HYDRA], ids=["open-mpi", "intel-mpi"])
 @pytest.mark.parametrize("step", [OF_DAEMON, SLURM], ids=["daemons", "one-step"])
-def test_mpirun_inside_a_step_wins(mpi: dict[str, str], step: dict[str, str]) -> None:
-    """Its ranks inherit SLURM's variables from the daemons, or from the step of the shell."""
+def test_mpirun_inside_a_step_has_priority(mpi: dict[str, str], step: dict[str, str]) -> None:
+    """The ranks of mpirun inherit variables of SLURM from the daemons, or from the step of the shell."""
     environment = step | mpi
     assert launcher_of(environment) == "mpi"
-    given = {"MASTER_ADDR": "node1"}
-    assert read_ranks(adopted(environment | given)) == read_ranks(adopted(mpi | given))
+    master = {"MASTER_ADDR": "node1"}
+    assert read_ranks(adopted(environment | master)) == read_ranks(adopted(mpi | master))
 
 
 def test_srun_with_pmi_is_slurm() -> None:
@@ -349,8 +350,8 @@ def test_srun_with_pmi_is_slurm() -> None:
     assert launcher_of(environment) == "slurm" and read_ranks(adopted(environment)) == Ranks(9, 12, 1, 4)
 
 
-def test_a_heterogeneous_step() -> None:
-    """SLURM describes the whole step to each component, or a later component alone, whose ranks are then unknown."""
+def test_ranks_of_a_heterogeneous_step() -> None:
+    """SLURM describes the whole step or only the later component. In this case, the ranks are unknown."""
     whole = OF_DAEMON | {"SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"}
     whole |= {"SLURM_STEP_TASKS_PER_NODE": "2,1", "MASTER_ADDR": "n1"}
     assert read_ranks(adopted(whole)) == Ranks(2, 3, 0, 1)
@@ -359,7 +360,7 @@ def test_a_heterogeneous_step() -> None:
         adopted(alone)
 
 
-def test_a_rank_of_a_pod_prints() -> None:
-    """Its RANK is the pod's. Of a launcher's ranks, which have a LOCAL_RANK, the first prints alone."""
+def test_rank_of_a_pod_prints() -> None:
+    """RANK can be the index of a pod. With LOCAL_RANK, only the first rank of a launcher prints."""
     assert may_print({}) and may_print({"RANK": "0", "LOCAL_RANK": "0"}) and may_print({"RANK": "1", "WORLD_SIZE": "2"})
     assert not may_print({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})

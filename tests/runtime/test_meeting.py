@@ -1,4 +1,4 @@
-"""How ranks meet: the interface that gloo uses on machines of every kind, and connections without a name server."""
+"""Rendezvous of ranks: the interface of gloo on different machines, and connections without a name server."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def kernel_interfaces() -> dict[str, str]:
-    """Names of this machine's interfaces by their IPv4 address, as the kernel gives them."""
-    found = {}
+    """Return the names of the interfaces of this machine by IPv4 address, from the kernel."""
+    names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
             except OSError:
                 continue
-            found[socket.inet_ntoa(answer[20:24])] = name
-    return found
+            names[socket.inet_ntoa(answer[20:24])] = name
+    return names
 
 
 OUTSIDE = next((address for address in kernel_interfaces() if not address.startswith("127.")), "127.0.0.1")
@@ -52,24 +52,25 @@ OUTSIDE = next((address for address in kernel_interfaces() if not address.starts
         (Ranks(0, 2, 0, None), "::1", {1: ""}, None),
     ],
 )
-def test_the_interface_of_gloo(ranks: Ranks, master: str, others: dict[int, str], expected: str | None) -> None:
-    """Loopback for one machine; else the one that owns `MASTER_ADDR`, or that leads to another machine."""
+def test_interface_of_gloo(ranks: Ranks, master: str, others: dict[int, str], expected: str | None) -> None:
+    """One machine uses loopback. Several machines use the interface of `MASTER_ADDR` or of the route to another
+    machine."""
     if OUTSIDE == "127.0.0.1" and OUTSIDE in (master, *others.values()):
-        pytest.skip("this machine has the loopback interface alone")
+        pytest.skip("this machine has only the loopback interface")
     store = dist.HashStore()
     for rank, address in others.items():
         store.set(f"megappo/address-{rank}", address)
     chosen = {"MASTER_ADDR": master}
     choose_interface(chosen, ranks, store)
     assert chosen.get(GLOO) == expected
-    kept = {"MASTER_ADDR": master, GLOO: "ib7"}
-    choose_interface(kept, ranks, store)
-    assert kept[GLOO] == "ib7"
+    own = {"MASTER_ADDR": master, GLOO: "ib7"}
+    choose_interface(own, ranks, store)
+    assert own[GLOO] == "ib7"
 
 
 @pytest.mark.parametrize("name", ["lo", "eth9"])
-def test_groups_with_servers_elsewhere_leave_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """They use the interface that leads there. The user's own interface stays."""
+def test_groups_with_remote_servers_avoid_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """These groups use the interface of the route to the servers. An interface of the user is not changed."""
     monkeypatch.setenv(GLOO, name)
     own = kernel_interfaces()[address_towards("192.0.2.7", 9)]
     with reached_at("192.0.2.7"):
@@ -80,7 +81,7 @@ def test_groups_with_servers_elsewhere_leave_loopback(monkeypatch: pytest.Monkey
 
 
 def namespaces(*command: str) -> list[str]:
-    """A command in a network, mount and host name namespace; skips the test where this is not permitted."""
+    """Return a command in a network, mount and host name namespace. Skip the test if this is not permitted."""
     before = ["unshare", "--net", "--mount", "--uts"]
     tools = shutil.which("unshare") and shutil.which("ip")
     if not tools or subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
@@ -107,12 +108,12 @@ for port, address in enumerate(sys.argv[1:], 12345):
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_two_machines_whose_names_mean_loopback(tmp_path: Path) -> None:
-    """A real all-reduce between two virtual machines of which each resolves its own name to 127.0.1.1."""
+def test_two_machines_with_names_for_loopback(tmp_path: Path) -> None:
+    """Real all-reduce between two virtual machines. Each machine resolves its own name to 127.0.1.1."""
     masters = ["node0", "10.99.0.10", "fd99::10"]
-    kept = {k: v for k, v in environment().items() if k not in ("RANK", GLOO)}
+    variables = {k: v for k, v in environment().items() if k not in ("RANK", GLOO)}
     command = namespaces(str(SCRIPT), str(tmp_path), sys.executable, "-c", MEET, *masters)
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = [f"rank {rank} at {master}: 3 over wire{rank}" for master in masters for rank in (0, 1)]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
@@ -150,15 +151,15 @@ try:
     socket.getaddrinfo("unknown.invalid", 80)
 except OSError:
     pass
-assert queries, "names are resolved by the name server again"
+assert queries, "the name server must still resolve names"
 """
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_ranks_meet_without_a_name_server(tmp_path: Path) -> None:
-    """64 ranks connect to the store of rank 0 without a look-up of their addresses, each of which the server would
-    wait for."""
+def test_ranks_connect_without_a_name_server(tmp_path: Path) -> None:
+    """64 ranks connect to the store of rank 0 without a look-up of addresses. Each look-up would wait for the name
+    server."""
     command = namespaces(sys.executable, "-c", LOOK_UPS, str(tmp_path / "resolv.conf"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What Megatron asks of CUDA on a machine without it happens on the CPU."""
+"""Replacement of CUDA calls of Megatron on machines without CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_tensors_for_cuda_are_on_the_cpu() -> None:
     assert torch.empty_like(counter, device=torch.device("cuda:1")).device.type == "cpu"
 
 
-def test_types_have_the_names_that_the_distributed_optimizer_knows() -> None:
+def test_tensor_types_have_cuda_names() -> None:
     x = torch.ones(2)
     assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
     assert x.type(torch.float64).dtype == torch.float64
@@ -31,7 +31,7 @@ def test_types_have_the_names_that_the_distributed_optimizer_knows() -> None:
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
 
 
-def test_other_devices_stay_what_they_are() -> None:
+def test_other_devices_are_not_changed() -> None:
     with torch.device("meta"):
         assert torch.zeros(3).device.type == torch.empty_like(torch.ones(2)).device.type == "meta"
     assert torch.ones(2, device="meta").device.type == "meta"

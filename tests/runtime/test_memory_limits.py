@@ -1,4 +1,4 @@
-"""Limits of control groups on memory: both versions, nested groups, containers."""
+"""Memory limits of control groups: both versions, nested groups and containers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ V1_UNLIMITED = 9223372036854771712
 
 
 def proc(folder: Path, groups: str, *mounts: str) -> Path:
-    """A process file system with these lines of /proc/self/cgroup and mountinfo."""
+    """Write a process file system with these lines of /proc/self/cgroup and mountinfo."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(groups)
     (folder / "proc/self/mountinfo").write_text("".join(f"{mount}\n" for mount in mounts))
@@ -47,7 +47,7 @@ SLURM = "system.slice/slurmstepd.scope/job_7"
 
 
 @pytest.mark.parametrize("limited", ["job_7", "job_7/step_0", "job_7/step_0/user", "slurmstepd.scope"])
-def test_the_limit_of_each_parent_is_found(tmp_path: Path, limited: str) -> None:
+def test_limits_of_parent_groups_apply(tmp_path: Path, limited: str) -> None:
     """SLURM limits the job, the step or the task. The innermost group has no limit."""
     mount = tmp_path / "cgroup"
     path = mount / SLURM / "step_0/user/task_0"
@@ -55,18 +55,18 @@ def test_the_limit_of_each_parent_is_found(tmp_path: Path, limited: str) -> None
         if mount in folder.parents:
             is_limited = str(folder).endswith(limited)
             group(folder, 2, 64 * GB if is_limited else "max", 40 * GB, 10 * GB)
-    found = memory_limit(proc(tmp_path, f"0::/{SLURM}/step_0/user/task_0\n", v2(mount)))
-    assert found == MemoryLimit(64 * GB, 34 * GB)
+    limit = memory_limit(proc(tmp_path, f"0::/{SLURM}/step_0/user/task_0\n", v2(mount)))
+    assert limit == MemoryLimit(64 * GB, 34 * GB)
 
 
-def test_the_narrowest_limit_counts(tmp_path: Path) -> None:
+def test_smallest_limit_applies(tmp_path: Path) -> None:
     mount = tmp_path / "cgroup"
     group(mount / "a/b", 2, 50 * GB, 1 * GB)
     group(mount / "a", 2, 60 * GB, 55 * GB)
     assert memory_limit(proc(tmp_path, "0::/a/b\n", v2(mount))) == MemoryLimit(50 * GB, 5 * GB)
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_limit_of_version_1(tmp_path: Path) -> None:
     mount = tmp_path / "memory"
     group(mount / "slurm/uid_1/job_7", 1, 32 * GB, 8 * GB, 2 * GB)
     group(mount / "slurm/uid_1/job_7/step_0", 1, V1_UNLIMITED, 8 * GB)
@@ -75,19 +75,19 @@ def test_version_1(tmp_path: Path) -> None:
     assert memory_limit(proc(tmp_path, groups, cpu, v1(mount))) == MemoryLimit(32 * GB, 26 * GB)
 
 
-def test_both_versions_at_once(tmp_path: Path) -> None:
-    """The hybrid layout of systemd: version 2 exists and controls no memory."""
+def test_limit_with_both_versions(tmp_path: Path) -> None:
+    """In the hybrid layout of systemd, version 2 exists but controls no memory."""
     memory_mount, unified = tmp_path / "memory", tmp_path / "unified"
     group(memory_mount / "job", 1, 16 * GB, 1 * GB)
     (unified / "job").mkdir(parents=True)
     groups = "4:cpu,memory:/job\n0::/job\n"
-    found = memory_limit(proc(tmp_path, groups, v1(memory_mount).replace("rw,memory", "rw,cpu,memory"), v2(unified)))
-    assert found == MemoryLimit(16 * GB, 15 * GB)
+    limit = memory_limit(proc(tmp_path, groups, v1(memory_mount).replace("rw,memory", "rw,cpu,memory"), v2(unified)))
+    assert limit == MemoryLimit(16 * GB, 15 * GB)
 
 
 @pytest.mark.parametrize("root", ["/docker/abc", "/"])
-def test_a_container_sees_its_group_at_the_mount_point(tmp_path: Path, root: str) -> None:
-    """With the path of the host, or in a namespace of its own."""
+def test_container_group_is_at_the_mount_point(tmp_path: Path, root: str) -> None:
+    """The path is the path of the host, or a path in a separate namespace."""
     mount = tmp_path / "with space"
     group(mount, 2, 8 * GB, 1 * GB)
     line = v2(mount, root).replace("with space", "with\\040space")
@@ -95,7 +95,7 @@ def test_a_container_sees_its_group_at_the_mount_point(tmp_path: Path, root: str
     assert memory_limit(proc(tmp_path, f"0::{path}\n", line)) == MemoryLimit(8 * GB, 7 * GB)
 
 
-def test_other_mounts_may_have_no_source_and_any_name(tmp_path: Path) -> None:
+def test_other_mounts_can_have_any_format(tmp_path: Path) -> None:
     mount = tmp_path / "cgroup"
     group(mount / "job", 2, 8 * GB, 1 * GB)
     folder = proc(tmp_path, "0::/job\n", v2(mount))
@@ -105,12 +105,12 @@ def test_other_mounts_may_have_no_source_and_any_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", ["", "0::/\n", "4:memory:/gone\n"])
-def test_without_a_limit(tmp_path: Path, groups: str) -> None:
+def test_unlimited_memory(tmp_path: Path, groups: str) -> None:
     assert memory_limit(proc(tmp_path, groups, v2(tmp_path / "none"))) == MemoryLimit(math.inf, math.inf)
     assert memory_limit(tmp_path / "no such folder") == MemoryLimit(math.inf, math.inf)
 
 
-def test_the_doctor_and_the_plan_use_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_and_plan_use_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     total = psutil.virtual_memory().total
     for module in (machine, memory_limits):
         monkeypatch.setattr(module, "memory_limit", lambda: MemoryLimit(total / 2, 1.5 * GB))

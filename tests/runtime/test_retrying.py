@@ -1,4 +1,4 @@
-"""When a server is asked again: pauses that double and differ, what the server asks for, and ends."""
+"""Retries of requests: pauses that double and vary, pauses that a server requests, and limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, Tries, asked_pause
 
 
-def test_pauses_double_and_differ() -> None:
+def test_pauses_double_and_vary() -> None:
     pauses = [Tries(math.inf).pause() or 0.0 for _ in range(64)]
     assert all(0.05 <= seconds <= 0.1 for seconds in pauses) and len(set(pauses)) > 1
     tries = Tries(math.inf)
@@ -21,11 +21,11 @@ def test_pauses_double_and_differ() -> None:
     assert tries.count == 0 and (tries.pause() or 1.0) <= 0.1
 
 
-def test_tries_end_by_their_number_and_before_the_deadline() -> None:
+def test_retries_end_by_number_and_deadline() -> None:
     tries = Tries(math.inf, most=2)
     assert tries.pause() is not None and tries.pause() is None and tries.count == 2
-    assert Tries(0.01).pause() is None, "the next one would be behind it"
-    assert Tries(30).pause(29.5) == 29.5 and Tries(30).pause(31) is None, "the server asks for it"
+    assert Tries(0.01).pause() is None, "the next attempt would be after the deadline"
+    assert Tries(30).pause(29.5) == 29.5 and Tries(30).pause(31) is None, "the server requests the pause"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_tries_end_by_their_number_and_before_the_deadline() -> None:
         ({"Retry-After": "Wed, 21 Oct 2026 07:28:30", "Date": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0.0),
     ],
 )
-def test_a_server_says_when(headers: dict[str, str], seconds: float) -> None:
+def test_pause_requested_by_a_server(headers: dict[str, str], seconds: float) -> None:
     message = Message()
     for name, value in headers.items():
         message[name] = value

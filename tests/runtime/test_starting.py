@@ -1,4 +1,4 @@
-"""What a process leaves out while it starts: modules for CUDA and compilers, searches for garbage, a scan of files."""
+"""Fast start of processes: fewer imports for CUDA and compilers, no garbage collection, faster package scans."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ import gc, json, runpy, sys
 from importlib import metadata, util
 before, freeze, callers = gc.get_threshold(), gc.freeze, []
 gc.freeze = lambda: [callers.append(sys._getframe(2).f_code.co_name), freeze()]
-sys.argv[1:] = {words}
+sys.argv[1:] = {arguments}
 try:
     runpy.run_module("megappo", run_name="__main__", alter_sys=True)
 except SystemExit as ended:
     code = ended.code
 loaded = [name for name in {modules} if sys.modules.get(name) is not None]
-found = {{"code": code, "loaded": loaded, "usual": gc.get_threshold() == before}}
-found |= {{"images": util.find_spec.__module__}}
-found |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count(), "callers": callers}}
-print("found", json.dumps(found))
+report = {{"code": code, "loaded": loaded, "usual": gc.get_threshold() == before}}
+report |= {{"images": util.find_spec.__module__}}
+report |= {{"scan": metadata.packages_distributions.__module__, "frozen": gc.get_freeze_count(), "callers": callers}}
+print("RESULT", json.dumps(report))
 """
 COMMANDS_ALONE = """
 import json, sys
 from megappo.__main__ import start
 heavy = ["torch", "transformers", "pydantic", "yaml", "importlib.metadata"]
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["megappo", *words]
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["megappo", *arguments]
     try:
         code = start()
     except SystemExit as ended:
         code = ended.code
     listing = getattr(sys.modules.get("transformers.utils.import_utils"), "create_import_structure_from_path", start)
-    print("found", json.dumps([code, [name for name in heavy if name in sys.modules], listing.__module__]))
+    print("RESULT", json.dumps([code, [name for name in heavy if name in sys.modules], listing.__module__]))
 """
-UNWANTED = ["torch._inductor.lowering", "flash_attn", "flashinfer"]
+EXCLUDED = ["torch._inductor.lowering", "flash_attn", "flashinfer"]
 
 
 @pytest.fixture
 def usual() -> Iterator[None]:
-    """Python's collector is as it was."""
+    """Restore the thresholds of the garbage collector after the test."""
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
 
 
-def test_the_scan_finds_what_the_standard_librarys_finds() -> None:
-    """And packages that are listed and not there, as in what setuptools brings along."""
-    found, expected = packages_distributions(), dict(importlib.metadata.packages_distributions())
-    assert {name: found[name] for name in expected} == expected and "torch" in found
-    assert len(found) < len(expected) + 5
+def test_package_scan_equals_the_standard_library() -> None:
+    """The scan may also list missing packages, such as the packages in the metadata of setuptools."""
+    packages, expected = packages_distributions(), dict(importlib.metadata.packages_distributions())
+    assert {name: packages[name] for name in expected} == expected and "torch" in packages
+    assert len(packages) < len(expected) + 5
 
 
-def test_a_distribution_may_list_its_files_in_other_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_scan_reads_all_metadata_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, files in {
         "declared-one": {"top_level.txt": "first\nsecond\n"},
         "listed": {"RECORD": "third/__init__.py,,\nfourth.py,,\nlisted-1.dist-info/RECORD,,\nbare,,\n"},
@@ -90,13 +90,13 @@ def test_a_distribution_may_list_its_files_in_other_ways(tmp_path: Path, monkeyp
 
 
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the test the functions are what they are now."""
+    """Restore the current functions after the test."""
     monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
     monkeypatch.setattr(importlib.metadata, "packages_distributions", importlib.metadata.packages_distributions)
 
 
-def test_transformers_reads_the_files_of_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the folder is spelled, and with what they define; by itself it reads them again for each spelling."""
+def test_transformers_reads_model_files_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are read once for all spellings of the folder. Unpatched transformers reads them for each spelling."""
     from transformers.utils import import_utils
 
     folder = Path(import_utils.__file__).parents[1] / "models/llama"
@@ -106,9 +106,9 @@ def test_transformers_reads_the_files_of_a_model_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(import_utils, "create_import_structure_from_path", functools.lru_cache(listing))
     real = builtins.open
 
-    def noted(path: str, *how: Any, **said: Any) -> IO[Any]:
+    def noted(path: str, *how: Any, **options: Any) -> IO[Any]:
         read.append(path)
-        return real(path, *how, **said)
+        return real(path, *how, **options)
 
     monkeypatch.setattr(builtins, "open", noted)
     expected = [spread(path, prefix) for path in spellings for prefix in (None, "models")]
@@ -121,24 +121,24 @@ def test_transformers_reads_the_files_of_a_model_once(monkeypatch: pytest.Monkey
     assert 0 < len(read) == len(set(read)) == by_itself / 3
 
 
-def test_transformers_does_not_find_what_it_has_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else is told so, and it finds all else."""
+def test_image_packages_are_hidden_from_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other modules can import these packages, and transformers finds all other packages."""
     restored(monkeypatch)
     places = ("transformers.utils.import_utils", "transformers.utils", "program_of_mine")
 
     def seen(name: str) -> list[bool]:
-        asked = "found = find(name) is not None"
-        found: list[dict[str, Any]] = [
+        statement = "result = find(name) is not None"
+        namespaces: list[dict[str, Any]] = [
             {"__name__": place, "name": name, "find": importlib.util.find_spec} for place in places
         ]
-        for variables in found:
-            exec(asked, variables)
-        return [variables["found"] for variables in found]
+        for variables in namespaces:
+            exec(statement, variables)
+        return [variables["result"] for variables in namespaces]
 
     quicken_transformers()
     for name in ("scipy", "torchvision"):
-        is_here = importlib.machinery.PathFinder.find_spec(name) is not None
-        assert seen(name) == [False, is_here, is_here]
+        is_installed = importlib.machinery.PathFinder.find_spec(name) is not None
+        assert seen(name) == [False, is_installed, is_installed]
     assert (seen("torch"), seen("no_such_package")) == ([True] * 3, [False] * 3)
     quicken_transformers(builds_models=False)
     assert seen("torch") == [False, True, True]
@@ -147,7 +147,7 @@ def test_transformers_does_not_find_what_it_has_for_images(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("usual")
-def test_collections_that_were_put_off_are_made_again() -> None:
+def test_deferred_garbage_collection_is_resumed() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     collect_as_usual()
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, frozen)
@@ -159,25 +159,25 @@ def test_collections_that_were_put_off_are_made_again() -> None:
 
 
 @pytest.mark.waits
-def test_a_command_starts_without_what_it_has_no_use_for(tmp_path: Path) -> None:
-    """Garbage is looked for as usual again, but not in what was imported, where ranks have met, as in a run that is
-    refused then, or where the command ends."""
+def test_command_starts_without_unused_modules(tmp_path: Path) -> None:
+    """Garbage collection is enabled again when the ranks are connected or the command ends. The imported objects are
+    frozen."""
     run = ["train", "configs/quickstart.yaml", "actor.layout={}", "critic.layout={}"]
     wrong = [*run, f"run.directory={tmp_path / 'run'}", "data.train.source=tests.support.no_such:module"]
-    for words, code, frozen_by in ((["settings", "actor.offload"], 0, "start"), (wrong, 2, "start_runtime")):
-        (tmp_path / "program.py").write_text(PROGRAM.format(words=words, modules=UNWANTED))
+    for arguments, code, frozen_by in ((["settings", "actor.offload"], 0, "start"), (wrong, 2, "start_runtime")):
+        (tmp_path / "program.py").write_text(PROGRAM.format(arguments=arguments, modules=EXCLUDED))
         done = start(tmp_path / "program.py")
-        found = json.loads(done.stdout.rpartition("found ")[2])
-        assert (found["code"], found["loaded"]) == (code, []), done.stdout + done.stderr
-        assert found["scan"] == found["images"] == "megappo.runtime.packages"
-        assert found["usual"] and found["callers"] == [frozen_by] and found["frozen"] > 100_000
+        report = json.loads(done.stdout.rpartition("RESULT ")[2])
+        assert (report["code"], report["loaded"]) == (code, []), done.stdout + done.stderr
+        assert report["scan"] == report["images"] == "megappo.runtime.packages"
+        assert report["usual"] and report["callers"] == [frozen_by] and report["frozen"] > 100_000
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_commands_that_build_nothing_import_no_torch() -> None:
-    """In a process of their own, as a user's are: `--help` without settings too, plans of families whose layers differ
-    in what Megatron is told of them, of estimators without a critic, and a search."""
+def test_commands_without_models_do_not_import_torch() -> None:
+    """Each command runs in a separate process: `--help` without settings, plans of families with different layers,
+    plans of estimators without a critic, and a search."""
     plans = [
         ["configs/quickstart.yaml"],
         ["configs/quickstart.yaml", "algorithm.estimator=grpo", "critic=null"],
@@ -187,21 +187,23 @@ def test_commands_that_build_nothing_import_no_torch() -> None:
         ["configs/deepseek_v3_32node_dapo_math.yaml", "--gpus=256", "--machine=h200"],
     ]
     done = subprocess.run(
-        [sys.executable, "-c", COMMANDS_ALONE, json.dumps([["--help"], *(["plan", *words] for words in plans)])],
+        [sys.executable, "-c", COMMANDS_ALONE, json.dumps([["--help"], *(["plan", *settings] for settings in plans)])],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert all(code in (0, 1) for code, *_ in found)  # 1: it does not fit
+    reports = [
+        json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
+    assert all(code in (0, 1) for code, *_ in reports)  # 1: the plan does not fit
     of_plans = ["transformers", "pydantic", "yaml", "importlib.metadata"]
-    assert [loaded for _, loaded, _ in found] == [[]] + [of_plans] * len(plans)
-    assert [listing for *_, listing in found] == ["megappo.__main__"] + ["megappo.runtime.packages"] * len(plans)
+    assert [loaded for _, loaded, _ in reports] == [[]] + [of_plans] * len(plans)
+    assert [listing for *_, listing in reports] == ["megappo.__main__"] + ["megappo.runtime.packages"] * len(plans)
 
 
-def test_code_of_a_model_has_torch_when_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_with_model_code_can_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr("megappo.commands.plan.show_torch", lambda: shown.append("torch"))
     monkeypatch.chdir(ROOT)
@@ -212,8 +214,8 @@ def test_code_of_a_model_has_torch_when_it_is_planned(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize(("chosen", "cuda"), [(True, False), (False, False), (True, True)])
-def test_a_server_starts_without_what_is_for_cuda(chosen: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it was started by us, on a CPU; its collections go on before it forks."""
+def test_server_on_cpu_starts_without_cuda_modules(chosen: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This applies to servers that megappo starts on a CPU. Garbage collection is enabled before the server forks."""
     monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME if chosen else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)

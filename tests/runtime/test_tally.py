@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def totals(values: list[float]) -> Totals:
-    """Every kind of metric of the values."""
+    """Return the totals of the values for all kinds of metrics."""
     tally, numbers = Tally(), torch.tensor(values)
     tally.mean("mean", numbers)
     tally.maximum("max", numbers)
@@ -34,25 +34,25 @@ def totals(values: list[float]) -> Totals:
         ([[math.inf], [1.0]], {"mean": math.inf, "max": math.inf, "min": 1.0, "sum": math.inf}),
     ],
 )
-def test_rounds_are_combined_by_the_kind_of_the_metric(rounds: list[list[float]], expected: dict[str, float]) -> None:
+def test_rounds_are_combined_by_kind_of_metric(rounds: list[list[float]], expected: dict[str, float]) -> None:
     combined = Totals.combined([totals(values) for values in rounds])
     assert {name: value for name, value in combined.items() if name in expected} == pytest.approx(expected, nan_ok=True)
     if not any(math.isnan(value) for values in rounds for value in values):
         assert combined.keys() == expected.keys()
 
 
-def test_a_round_that_lacks_a_metric_does_not_count_in_it() -> None:
+def test_round_without_a_metric_is_ignored() -> None:
     tally = Tally()
     tally.mean("own", torch.tensor([4.0, 6.0]))
     combined = Totals.combined([totals([1.0]), tally.reduce_totals(CPU)])
     assert combined["own"] == 5.0 and combined["mean"] == 1.0
 
 
-def test_numbers_without_a_value_are_absent() -> None:
-    tally, nobody = Tally(), torch.tensor([False, False])
-    tally.mean("mean", torch.ones(2), nobody)
-    tally.maximum("max", torch.ones(2), nobody)
-    tally.minimum("min", torch.ones(2), nobody)
-    tally.mean_and_std("both", torch.ones(2), nobody)
-    tally.mean("there", torch.ones(2))
-    assert tally.reduce(CPU) == {"there": 1.0}
+def test_metrics_without_values_are_absent() -> None:
+    tally, no_values = Tally(), torch.tensor([False, False])
+    tally.mean("mean", torch.ones(2), no_values)
+    tally.maximum("max", torch.ones(2), no_values)
+    tally.minimum("min", torch.ones(2), no_values)
+    tally.mean_and_std("both", torch.ones(2), no_values)
+    tally.mean("present", torch.ones(2))
+    assert tally.reduce(CPU) == {"present": 1.0}

@@ -1,4 +1,4 @@
-"""What a microbatch needs reaches the device in one copy, which the host does not wait for."""
+"""Transfer of a microbatch to the device, in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS, RESPONSES = (5, 9, 6), (2, 3, 1)
 
 
 def samples() -> list[PlacedSample]:
-    """Tokens and fields that tell where they come from."""
+    """Return samples with distinct tokens and fields."""
     return [
         PlacedSample(10 + i, torch.arange(n) + 100 * i, r, {"old": torch.arange(r) + i / 8, "mask": torch.ones(r)})
         for i, (n, r) in enumerate(zip(LENGTHS, RESPONSES, strict=True))
@@ -31,12 +31,12 @@ def samples() -> list[PlacedSample]:
 def tensors_of(batch: PackedBatch) -> list[Tensor]:
     segments = batch.segments
     assert segments.slots is not None
-    found = [batch.tokens_1l, batch.rows_N, batch.labels_N, batch.sequences_N, *batch.fields_W.values()]
-    return [*found, segments.cu_seqlens_q, segments.cu_seqlens_kv, segments.positions, segments.slots]
+    tensors = [batch.tokens_1l, batch.rows_N, batch.labels_N, batch.sequences_N, *batch.fields_W.values()]
+    return [*tensors, segments.cu_seqlens_q, segments.cu_seqlens_kv, segments.positions, segments.slots]
 
 
-class Crossings(TorchDispatchMode):
-    """The copies from one device to another, and whether the memory that is made for them is pinned."""
+class CopyRecorder(TorchDispatchMode):
+    """Recorder of copies between devices, and of allocations of pinned memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,34 +46,34 @@ class Crossings(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        out = func(*args, **given)
+        options = kwargs or {}
+        out = func(*args, **options)
         name = func.overloadpacket.__name__
-        self.pinned += name == "empty" and bool(given.get("pin_memory"))
+        self.pinned += name == "empty" and bool(options.get("pin_memory"))
         if name == "_to_copy" and out.device != args[0].device:
-            self.waiting.append(not given.get("non_blocking"))
+            self.waiting.append(not options.get("non_blocking"))
         if name == "copy_" and args[0].device != args[1].device:
-            self.waiting.append(not (args[2] if len(args) > 2 else given.get("non_blocking", False)))
+            self.waiting.append(not (args[2] if len(args) > 2 else options.get("non_blocking", False)))
         return out
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
-def test_a_microbatch_is_one_copy_from_pinned_memory(torchs_factories: None) -> None:
-    """To a CUDA device that is played: tensors there have no values, so that whoever waited for one would fail."""
-    with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:
+def test_microbatch_is_one_copy_from_pinned_memory(torchs_factories: None) -> None:
+    """The CUDA device is simulated. Its tensors have no values, so that a wait for a value would fail."""
+    with FakeTensorMode(allow_non_fake_inputs=True), CopyRecorder() as crossings:
         batch = pack_samples(samples(), torch.device("cuda:0"), multiple_of=8)
     assert crossings.waiting == [False] and crossings.pinned == 1
     assert {tensor.device.type for tensor in tensors_of(batch)} == {"cuda"}
 
 
-def test_no_other_device_is_asked_for_pinned_memory() -> None:
-    with Crossings() as crossings:
+def test_other_devices_need_no_pinned_memory() -> None:
+    with CopyRecorder() as crossings:
         batch = pack_samples(samples(), torch.device("meta"))
     assert crossings.waiting == [False] and crossings.pinned == 0
     assert all(tensor.is_meta for tensor in tensors_of(batch))
 
 
-def test_what_arrives_is_what_was_packed() -> None:
+def test_transferred_batch_equals_packed_batch() -> None:
     batch = pack_samples(samples(), torch.device("cpu"), multiple_of=8)
     tokens = [*range(5), *range(100, 109), *range(200, 206), *[0] * 4]
     rows = [2, 3, 10, 11, 12, 18]
@@ -88,43 +88,43 @@ def test_what_arrives_is_what_was_packed() -> None:
     assert types == [torch.int64] * 4 + [torch.float32] * 2 + [torch.int32] * 2 + [torch.int64] * 2
 
 
-def test_tensors_of_all_sizes_keep_shape_type_and_place() -> None:
-    """Also without elements, of one byte, and not contiguous; each begins where kernels can load 16 bytes at once."""
-    given = {
+def test_tensors_of_all_sizes_are_transferred() -> None:
+    """This includes tensors that are empty, of one byte or not contiguous. Each tensor is aligned to 16 bytes."""
+    tensors = {
         "none": torch.empty(0, 3),
         "byte": torch.tensor([True]),
         "turned": torch.arange(6.0).view(2, 3).T,
         "number": torch.tensor(7, dtype=torch.int64),
         "half": torch.tensor([1.5, 2.5, 3.5], dtype=torch.bfloat16),
     }
-    found = to_device(given, torch.device("cpu"))
-    assert found.keys() == given.keys()
-    for name, tensor in given.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-        assert found[name].storage_offset() * tensor.itemsize % ALIGNMENT == 0
-        assert not tensor.numel() or found[name].data_ptr() != tensor.data_ptr()
+    copies = to_device(tensors, torch.device("cpu"))
+    assert copies.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert copies[name].dtype == tensor.dtype and torch.equal(copies[name], tensor), name
+        assert copies[name].storage_offset() * tensor.itemsize % ALIGNMENT == 0
+        assert not tensor.numel() or copies[name].data_ptr() != tensor.data_ptr()
     assert to_device({}, torch.device("cpu")) == {}
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one process."""
+    """Start a process group with one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def copies_of_exchange(samples: int) -> int:
-    """Tensors that are copied between host and device where so many go to another rank."""
+    """Return the number of copies between host and device for an exchange of this many samples."""
     ids, device = range(samples), torch.device("cpu")
     routes = make_routes(dict.fromkeys(ids, 0), {i: [0] for i in ids}, own=0)
-    given = {i: torch.full((i + 1,), float(i)) for i in ids}
+    values = {i: torch.full((i + 1,), float(i)) for i in ids}
     with Copies() as copies:
-        found = exchange(given, routes, {i: i + 1 for i in ids}, dtype=torch.float32, device=device)
-    assert all(torch.equal(found[i], given[i]) for i in ids)
+        received = exchange(values, routes, {i: i + 1 for i in ids}, dtype=torch.float32, device=device)
+    assert all(torch.equal(received[i], values[i]) for i in ids)
     return copies.count
 
 
 def test_results_are_read_together(alone: None) -> None:
-    """However many samples there are: once on the way there, once on the way back."""
+    """The number of copies does not depend on the number of samples: one copy in each direction."""
     assert copies_of_exchange(9) == copies_of_exchange(1) == 2

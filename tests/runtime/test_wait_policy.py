@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def openmp_settings(command: list[str], **variables: str) -> dict[str, str]:
-    """Settings that the OpenMP library of torch prints when a process loads it. `GOMP_SPINCOUNT` is the number of
-    checks before a thread that waits gives its core away."""
-    kept = {k: v for k, v in environment().items() if not k.startswith(("OMP_", "KMP_", "GOMP_"))}
-    given = kept | {"OMP_DISPLAY_ENV": "verbose"} | variables
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=True)
+    """Return the settings that the OpenMP library of torch prints when a process loads the library. `GOMP_SPINCOUNT`
+    is the number of checks before a waiting thread releases its core."""
+    inherited = {k: v for k, v in environment().items() if not k.startswith(("OMP_", "KMP_", "GOMP_"))}
+    variables_of_process = inherited | {"OMP_DISPLAY_ENV": "verbose"} | variables
+    done = subprocess.run(command, env=variables_of_process, capture_output=True, text=True, timeout=120, check=True)
     return dict(re.findall(r"(G?OMP_\w+)\s*=\s*'([^']*)'", done.stderr))
 
 
@@ -29,18 +29,18 @@ pytestmark = pytest.mark.waits
 
 @pytest.mark.parametrize("code", ["import megappo, torch", "import megappo.api; megappo.api.load_config; import torch"])
 def test_threads_wait_passively(code: str) -> None:
-    """The number of threads stays."""
-    found = openmp_settings([sys.executable, "-c", code], OMP_NUM_THREADS="3")
-    assert (found["GOMP_SPINCOUNT"], found["OMP_NUM_THREADS"]) == ("0", "3")
+    """The number of threads does not change."""
+    settings = openmp_settings([sys.executable, "-c", code], OMP_NUM_THREADS="3")
+    assert (settings["GOMP_SPINCOUNT"], settings["OMP_NUM_THREADS"]) == ("0", "3")
 
 
-def test_the_users_policy_stays() -> None:
-    found = openmp_settings([sys.executable, "-c", "import megappo, torch"], OMP_WAIT_POLICY="active")
-    assert int(found["GOMP_SPINCOUNT"]) > 10**6
+def test_policy_of_the_user_is_not_changed() -> None:
+    settings = openmp_settings([sys.executable, "-c", "import megappo, torch"], OMP_WAIT_POLICY="active")
+    assert int(settings["GOMP_SPINCOUNT"]) > 10**6
 
 
 def test_launch_python_sets_the_policy_for_scripts() -> None:
-    """Also for a script that imports torch before megappo."""
+    """This includes scripts that import torch before megappo."""
     own = {"MEGAPPO_PYTHON": sys.executable, "PATH": os.environ["PATH"]}
-    found = openmp_settings([str(ROOT / "launch" / "python"), "-c", "import torch"], **own)
-    assert found["GOMP_SPINCOUNT"] == "0"
+    settings = openmp_settings([str(ROOT / "launch" / "python"), "-c", "import torch"], **own)
+    assert settings["GOMP_SPINCOUNT"] == "0"

@@ -1,4 +1,4 @@
-"""Waiting, ports, and what a process says: small things that many use."""
+"""Common functions: waits with a deadline, ports, and messages of a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.runtime.store import free_port, listening_problem
 from megappo.runtime.waiting import wait_until
 
 
-def test_waiting_ends_when_it_holds_or_when_time_is_up() -> None:
+def test_wait_ends_with_condition_or_timeout() -> None:
     seen: list[int] = []
 
     def third() -> bool:
@@ -26,14 +26,14 @@ def test_waiting_ends_when_it_holds_or_when_time_is_up() -> None:
     start = time.monotonic()
     assert not wait_until(lambda: False, 0.05, every_seconds=0.01)
     assert 0.05 <= time.monotonic() - start < 5.0
-    assert wait_until(lambda: True, 0.0, every_seconds=60.0)  # what holds already is not waited for
+    assert wait_until(lambda: True, 0.0, every_seconds=60.0)  # no wait if the condition is already true
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_a_free_port_can_be_listened_on_until_somebody_does(host: str) -> None:
+def test_free_port_can_be_used_once(host: str) -> None:
     port = free_port(host)
-    assert port < 30000  # the system hands out others by itself
+    assert port < 30000  # the system assigns higher ports automatically
     assert listening_problem(host, port) is None
     with socket.socket() as taken:
         taken.bind((host, port))
@@ -42,15 +42,17 @@ def test_a_free_port_can_be_listened_on_until_somebody_does(host: str) -> None:
 
 
 @pytest.mark.waits
-def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
-    assert listening_problem("192.0.2.1", 0) == "Cannot assign requested address"  # reserved for documents
+def test_listening_on_a_foreign_address_fails() -> None:
+    assert (
+        listening_problem("192.0.2.1", 0) == "Cannot assign requested address"
+    )  # an address that is reserved for documentation
     assert listening_problem("no.such.host.invalid", 0)
     with pytest.raises(OSError, match="Cannot assign requested address"):
         free_port("192.0.2.1")
 
 
 class Drawn(View):
-    """A view that notes what it is told."""
+    """View that records its messages."""
 
     def __init__(self, close_seconds: float = 0.0) -> None:
         super().__init__(io.StringIO())
@@ -65,7 +67,7 @@ class Drawn(View):
         self.lines.append("closed")
 
 
-def test_messages_go_above_the_view_while_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_are_shown_in_the_view(capsys: pytest.CaptureFixture[str]) -> None:
     messages, view = Messages(), Drawn()
     messages.tell("before")
     messages.show_in(view)
@@ -78,9 +80,7 @@ def test_messages_go_above_the_view_while_there_is_one(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("close_seconds", [0.0, 60.0])
-def test_the_last_message_gives_the_terminal_back_if_that_takes_no_time(
-    close_seconds: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_message_closes_the_view_with_a_timeout(close_seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     messages, view = Messages(), Drawn(close_seconds)
     messages.show_in(view)
     start = time.monotonic()
@@ -90,7 +90,7 @@ def test_the_last_message_gives_the_terminal_back_if_that_takes_no_time(
     assert capsys.readouterr().err == "megappo: the end\n"
 
 
-def test_words_of_sentences() -> None:
+def test_helpers_for_messages() -> None:
     assert (
         first_of(["a", "b"], 2) == "a, b" and first_of("abcd", 2, "; ") == "a; b and 2 more" and first_of([], 3) == ""
     )

@@ -1,4 +1,4 @@
-"""The watchdog's clock: it counts from the last tokens, microbatch or weights of any rank."""
+"""Timeout of the watchdog, which is counted from the last tokens, microbatch or weights of any rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megappo.runtime.watchdog import GENERATING, Limits, Watchdog
 
 GENERATES_SECONDS = 4.0
 LIMIT_SECONDS = 1.5
-TOLD_SECONDS = 1.0
-"""How seldom a rank tells the others; so much earlier may the last be that they hear of."""
+REPORT_SECONDS = 1.0
+"""Interval between the progress reports of a rank. The last report can be older by this time."""
 LOOP_SECONDS = 0.1
-"""Between two turns of the loop, each of which may tell of tokens and notes how long it has lasted."""
-SHORTEST = GENERATES_SECONDS + LIMIT_SECONDS - TOLD_SECONDS - 2 * LOOP_SECONDS
-"""The last tokens are made a turn before the end at the latest, and what a rank noted last is a turn old at most."""
+"""Interval of the loop, which reports tokens and records the duration."""
+SHORTEST = GENERATES_SECONDS + LIMIT_SECONDS - REPORT_SECONDS - 2 * LOOP_SECONDS
+"""Shortest duration. The last tokens and the last record can be one interval old."""
 
 
 def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...], lasted: Any) -> None:
-    """Rank 0 makes tokens, or microbatches, for a while, rank 1 waits for it; then both hang. Notes how long it
-    lasted."""
+    """Rank 0 generates tokens or microbatches for some time while rank 1 waits. Both ranks then hang. `lasted` records
+    the duration."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     runtime = Runtime(rank, 2, rank, torch.device("cpu"))
@@ -58,11 +58,11 @@ def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...]
     ],
     ids=["rollout", "update", "one-step-ahead", "forward"],
 )
-def test_a_phase_that_makes_tokens_is_not_ended(
+def test_phase_with_progress_is_not_ended(
     phase: str, generating: tuple[str, ...], shortest: float, longest: float, tmp_path: Path
 ) -> None:
-    """Neither on the rank that makes them nor on one that waits; without tokens both end. Updates make none, but one
-    step ahead they may be followed by the wait for a rollout. So it is where microbatches end."""
+    """The generating rank and the waiting rank are not ended. Without tokens, both ranks end. Updates generate no
+    tokens, but with rollouts one step ahead, an update may wait for a rollout. Microbatches also count as progress."""
     context = multiprocessing.get_context("fork")
     lasted = context.Array("d", 2)
     processes = [
@@ -78,14 +78,14 @@ def test_a_phase_that_makes_tokens_is_not_ended(
 
 
 @pytest.mark.waits
-def test_a_run_that_hangs_again_at_the_same_checkpoint_is_not_started_again(tmp_path: Path) -> None:
-    """Exit code 79 asks for that; the same hang would come for as long as somebody starts it."""
+def test_second_hang_at_one_checkpoint_requests_no_restart(tmp_path: Path) -> None:
+    """Exit code 79 would request a restart, and the same hang would repeat forever."""
     context = multiprocessing.get_context("fork")
     lasted = context.Array("d", 2)
     for newest, code in (("step-000003", HANG), ("", RUN_ERROR)):
         folder = tmp_path / (newest or "none")
         (folder / "hang-20200101-000000").mkdir(parents=True)
-        (folder / "hang-20200101-000000/newest-checkpoint").write_text(newest)  # now there is none
+        (folder / "hang-20200101-000000/newest-checkpoint").write_text(newest)  # no newer checkpoint exists
         ranks = [
             context.Process(target=rank_of_two, args=(rank, folder, "update_actor", GENERATING, lasted))
             for rank in (0, 1)

@@ -1,4 +1,4 @@
-"""A SLURM of three virtual nodes on this machine, with daemons, ports and folders of its own."""
+"""SLURM cluster of three virtual nodes on this machine, with separate daemons, ports and folders."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ PartitionName=all Nodes=n1,n2,n3 MaxTime=INFINITE State=UP PriorityTier=1
 """
 
 
-def why_not() -> str | None:
-    """Why no SLURM can be started here; None where it can."""
+def unavailable_reason() -> str | None:
+    """Return the reason why SLURM cannot be started on this machine, or None if SLURM can be started."""
     missing = [name for name in DAEMONS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed; as root: apt-get install slurm-wlm munge"
@@ -69,43 +69,43 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running SLURM."""
+    """Running SLURM cluster."""
 
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which the commands talk to this SLURM and no other."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-        return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
+        """Environment variables that connect the commands to this cluster."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        return variables | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
 
     def run(self, *command: str, **options: object) -> str:
-        """Output of a command; fails with what it says."""
+        """Run a command and return its output. Raises AssertionError with the output if the command fails."""
         settings: dict[str, object] = {"timeout": 60, "env": self.environment} | options
         done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)  # type: ignore[call-overload]
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return str(done.stdout)
 
     def state(self, job: int) -> dict[str, str]:
-        """What `scontrol show job` says, by name."""
-        words = self.run("scontrol", "--oneliner", "show", "job", str(job)).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """Return the fields of `scontrol show job`, by name."""
+        fields = self.run("scontrol", "--oneliner", "show", "job", str(job)).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait(self, job: int, *states: str, seconds: float = 300) -> dict[str, str]:
-        """Wait until a job is in one of the states; fails with its log."""
+        """Wait until a job is in one of the states. After a timeout, raises AssertionError with the log of the job."""
         deadline = time.monotonic() + seconds
-        while (found := self.state(job))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"job {job} is {found['JobState']}: {self.log(found)}"
+        while (fields := self.state(job))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"job {job} is {fields['JobState']}: {self.log(fields)}"
             time.sleep(0.5)
-        return found
+        return fields
 
     def cancel_all(self) -> None:
-        """End what is queued, waits to be put back, or runs."""
+        """Cancel all jobs that are queued, suspended, requeued or running."""
         if self.run("squeue", "--noheader", "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING"):
             self.run("scancel", f"--user={getpass.getuser()}")
 
     def log(self, state: dict[str, str]) -> str:
-        """The end of a job's output."""
+        """Return the end of the output of a job."""
         path = Path(state["StdOut"])
         return path.read_text()[-6000:] if path.exists() else "no output"
 
@@ -137,8 +137,8 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def virtual_nodes(folder: Path) -> Iterator[Cluster]:
-    """Start it, with everything it keeps in `folder`; jobs and daemons end with it."""
-    # munged refuses a folder that others may write to, and a socket's path may have 107 characters.
+    """Start a cluster with all its files in `folder`. Jobs and daemons end with the context."""
+    # munged refuses a folder that other users can write to. The path of a socket can have at most 107 characters.
     for name in ("state", "n1", "n2", "n3"):
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""One SLURM for all tests of this folder."""
+"""SLURM cluster for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, virtual_nodes, why_not
+from tests.slurm.cluster import Cluster, unavailable_reason, virtual_nodes
 
 
 @pytest.fixture
 def cluster(slurm: Cluster) -> Iterator[Cluster]:
-    """Its nodes are free again for the next test, whatever becomes of this one."""
+    """Provide the cluster, and cancel all jobs after the test."""
     yield slurm
     slurm.cancel_all()
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         pytest.skip(f"no SLURM: {reason}")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # sockets want a short path
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # sockets need a short path
     try:
         with virtual_nodes(folder) as running:
             yield running

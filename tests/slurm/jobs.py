@@ -1,4 +1,4 @@
-"""Jobs on the test's SLURM: what they are submitted with, and what they leave."""
+"""Helpers for jobs on the test cluster: environment variables, metrics and restarts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MEASURED = ("time/", "memory/", "sync/seconds", "sync/transfer_seconds", "sync/g
 
 
 def job_environment(cluster: Cluster, **settings: object) -> dict[str, str]:
-    """The variables of a submission."""
+    """Return the environment variables of a submission."""
     return cluster.environment | {"MEGAPPO_PYTHON": sys.executable} | {k: str(v) for k, v in settings.items()}
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that depend on nothing but its arithmetic."""
+    """Return the metrics of a run that do not depend on time or memory."""
     lines = read_metrics(directory / "metrics.jsonl")
     return [
         {k: v for k, v in line.items() if not k.startswith(MEASURED) and "per_second" not in k and k != "mfu"}
@@ -40,10 +40,10 @@ def await_text(path: Path, text: str, seconds: float = 60) -> None:
 
 
 def hurry(cluster: Cluster, job: int) -> None:
-    """Spare a requeued job most of the two minutes that SLURM lets it wait.
+    """Shorten the wait of a requeued job, which is two minutes in SLURM.
 
-    Some seconds must remain: a node refuses a job that comes back in the second in which it was taken away ("job
-    credential revoked"), and SLURM counts the job as failed then.
+    A delay of a few seconds must remain. A node refuses a job that returns in the second of its requeue ("job
+    credential revoked"), and SLURM then marks the job as failed.
     """
     state = cluster.state(job)
     if state["JobState"] == "PENDING" and state["Restarts"] != "0":
@@ -53,7 +53,7 @@ def hurry(cluster: Cluster, job: int) -> None:
 
 
 def end_of_second_attempt(cluster: Cluster, job: int) -> dict[str, str]:
-    """Wait for it."""
+    """Wait for the end of a job that is requeued, and return its fields."""
     deadline = time.monotonic() + 300
     while (state := cluster.state(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"):
         assert time.monotonic() < deadline, f"{state}: {cluster.log(state)}"

@@ -1,4 +1,4 @@
-"""Real SLURM: the acceptance job of nodes runs whole on two virtual ones, and says what failed."""
+"""Real SLURM: the acceptance job runs on two virtual nodes and reports failed steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ STEPS = ["links", "layouts", "engine", "engine-tp", "broadcast", "kill", "resume
 
 
 def accept(
-    cluster: Cluster, folder: Path, *words: str, only: str = ""
+    cluster: Cluster, folder: Path, *arguments: str, only: str = ""
 ) -> tuple[dict[str, str], Path, list[dict[str, Any]]]:
-    """What became of a job on both nodes, its logs, and the rows of its table."""
+    """Run the acceptance job on both nodes. Return the state, the folder of the logs, and the rows of the table."""
     environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", MEGAPPO_ENGINE_LINGER=1)
     environment |= {"MEGAPPO_ACCEPTANCE_STEPS": only} if only else {}
     command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out"]
-    job = int(cluster.run(*command, "launch/slurm/acceptance.sbatch", *words, cwd=ROOT, env=environment).strip())
+    job = int(cluster.run(*command, "launch/slurm/acceptance.sbatch", *arguments, cwd=ROOT, env=environment).strip())
     state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=1200)
     logs = folder / "logs" / str(job) / "attempt-0"
     table = logs / "node-acceptance.json"
@@ -52,16 +52,18 @@ def accept(
     ],
     ids=["few", "embedded", "servers"],
 )
-def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str, steps: list[str]) -> None:
-    """With servers, all of it; with the embedded engine, for which there is no broadcast, all but fifty steps that
-    learn, of which `test_a_score_that_rises_is_learning` has the judge."""
+def test_acceptance_job_passes_on_two_nodes(cluster: Cluster, tmp_path: Path, config: str, steps: list[str]) -> None:
+    """With servers, all steps run. The embedded engine has no broadcast. The step of fifty learning steps is tested in
+    `test_rising_score_passes_the_learning_step`."""
     state, logs, rows = accept(cluster, tmp_path, f"configs/{config}.yaml", *SMALL, only=" ".join(steps))
-    told = cluster.log(state) + (logs / "node-acceptance.md").read_text()
-    assert state["JobState"] == "COMPLETED", told
+    output = cluster.log(state) + (logs / "node-acceptance.md").read_text()
+    assert state["JobState"] == "COMPLETED", output
     assert list(dict.fromkeys(row["step"] for row in rows)) == steps
     by_step = {step: {row["what"]: row for row in rows if row["step"] == step} for step in steps}
     assert {row["verdict"] for row in rows} == {"ok", "measured", "skipped"}
-    assert [row["step"] for row in rows if row["verdict"] == "skipped"] == ["engine-tp"], "a node has one rank here"
+    assert [row["step"] for row in rows if row["verdict"] == "skipped"] == ["engine-tp"], (
+        "tensor parallelism needs two ranks per node"
+    )
     if "layouts" in steps:
         assert {what.split(":")[0] for what in by_step["layouts"]} == LAYOUTS
     for step in {"engine", "broadcast"} & set(steps):
@@ -74,12 +76,12 @@ def test_two_nodes_are_accepted(cluster: Cluster, tmp_path: Path, config: str, s
 
 
 @pytest.mark.timeout(600)
-def test_what_fails_does_not_end_the_others(cluster: Cluster, tmp_path: Path) -> None:
-    """A configuration that no rank can read: each step that needs it fails, with its sentence; so does the job. The
-    steps that nobody asked for are left out."""
+def test_failed_step_does_not_end_other_steps(cluster: Cluster, tmp_path: Path) -> None:
+    """The configuration is invalid. Each step that needs the configuration fails with the error message, and the job
+    fails. Steps that are not selected are excluded."""
     only = ["links", "engine", "engine-tp"]
-    words = ("configs/quickstart.yaml", "actor.nonsense=1")
-    state, _, rows = accept(cluster, tmp_path, *words, only=" ".join(only))
+    arguments = ("configs/quickstart.yaml", "actor.nonsense=1")
+    state, _, rows = accept(cluster, tmp_path, *arguments, only=" ".join(only))
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "1:0")
     verdicts = {row["step"]: row["verdict"] for row in rows}
     assert verdicts == dict.fromkeys(only, "failed") | {"engine-tp": "skipped"}
@@ -87,7 +89,7 @@ def test_what_fails_does_not_end_the_others(cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("rise", "verdict"), [(0.01, "ok"), (-0.01, "failed")])
-def test_a_score_that_rises_is_learning(tmp_path: Path, rise: float, verdict: str) -> None:
+def test_rising_score_passes_the_learning_step(tmp_path: Path, rise: float, verdict: str) -> None:
     (tmp_path / "learning").mkdir()
     lines = [{"reward/mean": 0.5 + rise * n, "time/step": 1.0, "tokens_per_second": 9.0} for n in range(50)]
     shape = Shape(2, 1, tmp_path)
@@ -95,5 +97,5 @@ def test_a_score_that_rises_is_learning(tmp_path: Path, rise: float, verdict: st
     for count, expected in ((50, verdict), (49, "failed")):
         written = "".join(json.dumps(line) + "\n" for line in lines[:count])
         (tmp_path / "learning" / "metrics.jsonl").write_text(written)
-        found = {row.what: row.verdict for row in node_rows(step, shape, 0)}
-        assert found == {f"score over {count} steps": expected, "the last step": "measured"}
+        verdicts = {row.what: row.verdict for row in node_rows(step, shape, 0)}
+        assert verdicts == {f"score over {count} steps": expected, "the last step": "measured"}

@@ -1,4 +1,4 @@
-"""Real SLURM: a job whose rank crashes goes back into the queue if its run has advanced, and avoids the node."""
+"""Real SLURM: after a crash of a rank, a job with a new checkpoint is requeued and excludes the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from megappo.observe.metrics import read_metrics
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SHORT, await_text, end_of_second_attempt
-from tests.slurm.test_slurm import stand_in, submit
+from tests.slurm.test_slurm import fake_python, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -34,18 +34,18 @@ def crashing(
     cluster: Cluster, folder: Path, *, end: str = KILLED, checkpoint: str = "", flags: tuple[str, ...] = (),
     crashes: int = 1, **settings: str,
 ) -> int:  # fmt: skip
-    """A job whose rank 0 ends as `end` says in its first attempts, after a checkpoint of that step."""
-    python = stand_in(folder, CRASHING.format(crashes=crashes, checkpoint=checkpoint, end=end))
+    """Submit a job whose rank 0 writes a checkpoint of this step and then runs `end`, in the first attempts."""
+    python = fake_python(folder, CRASHING.format(crashes=crashes, checkpoint=checkpoint, end=end))
     return submit(cluster, folder, "some.yaml", flags=flags, MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no", **settings)
 
 
 def ended(cluster: Cluster, job: int) -> tuple[str, str, str]:
-    """(state, number of restarts, output) of a job that is over."""
+    """Wait for the end of a job and return its state, number of restarts and output."""
     state = end_of_second_attempt(cluster, job)
     return state["JobState"], state["Restarts"], Path(state["StdOut"]).read_text()
 
 
-def test_a_crash_after_a_checkpoint_requeues_the_job_on_another_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_crash_after_a_checkpoint_requeues_on_another_node(cluster: Cluster, tmp_path: Path) -> None:
     job = crashing(cluster, tmp_path, checkpoint="12", flags=ONE_NODE)
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("COMPLETED", "1"), output
@@ -61,7 +61,7 @@ def test_a_crash_after_a_checkpoint_requeues_the_job_on_another_node(cluster: Cl
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({}, "on node n1; the job ends, because the run has written no checkpoint since its last start"),
         ({"checkpoint": "12", "MEGAPPO_CRASH_REQUEUES": 0}, "the job ends, because MEGAPPO_CRASH_REQUEUES is 0"),
@@ -72,16 +72,16 @@ def test_a_crash_after_a_checkpoint_requeues_the_job_on_another_node(cluster: Cl
     ids=["no progress", "turned off", "error of code", "error of settings", "ended from outside"],
 )
 def test_other_errors_do_not_requeue_the_job(
-    cluster: Cluster, tmp_path: Path, options: dict[str, str], words: str
+    cluster: Cluster, tmp_path: Path, options: dict[str, str], message: str
 ) -> None:
     job = crashing(cluster, tmp_path, flags=ONE_NODE, **options)  # type: ignore[arg-type]
     state, restarts, output = ended(cluster, job)
     assert (state, restarts) == ("FAILED", "0"), output
-    assert words in output and "back into the queue" not in output
+    assert message in output and "back into the queue" not in output
 
 
-def test_the_job_names_the_rank_with_the_fault(cluster: Cluster, tmp_path: Path) -> None:
-    """All ranks end with its code. Both nodes of the partition are needed, so neither is excluded."""
+def test_job_reports_the_rank_with_the_fault(cluster: Cluster, tmp_path: Path) -> None:
+    """All ranks end with the exit code of this rank. The job needs both nodes, so no node is excluded."""
     end = 'echo 1 >"$MEGAPPO_RANK_LOGS/first-failed"; exit 71'
     job = crashing(cluster, tmp_path, end=end, checkpoint="3")
     state, restarts, output = ended(cluster, job)
@@ -100,21 +100,21 @@ def test_the_number_of_requeues_is_limited(cluster: Cluster, tmp_path: Path) -> 
 
 
 def rank_of(directory: Path, rank: int) -> int:
-    """Process id of a rank of a run."""
+    """Return the process ID of a rank of a run."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            words = process.cmdline()
-            is_of_run = f"run.directory={directory}" in words and "python" in words[0]
+            arguments = process.cmdline()
+            is_of_run = f"run.directory={directory}" in arguments and "python" in arguments[0]
             if is_of_run and process.environ().get("SLURM_PROCID") == str(rank):
                 return process.pid
     raise AssertionError(f"no rank {rank}")
 
 
 def test_training_resumes_from_the_checkpoint_after_a_kill(cluster: Cluster, tmp_path: Path) -> None:
-    """Real training: SIGKILL for a rank after a checkpoint; the job resumes from it and finishes."""
+    """Real training: a rank is killed after a checkpoint. The job resumes from the checkpoint and finishes."""
     run = tmp_path / "run"
-    words = (*SHORT, "run.steps=12", "checkpoint.every_steps=1", "checkpoint.asynchronous=false")
-    job = submit(cluster, tmp_path, "configs/quickstart.yaml", f"run.directory={run}", *words, MEGAPPO_DOCTOR="no")
+    settings = (*SHORT, "run.steps=12", "checkpoint.every_steps=1", "checkpoint.asynchronous=false")
+    job = submit(cluster, tmp_path, "configs/quickstart.yaml", f"run.directory={run}", *settings, MEGAPPO_DOCTOR="no")
     await_text(run / "metrics.jsonl", '"step": 3,', 240)
     os.kill(rank_of(run, 1), signal.SIGKILL)
     killed = time.monotonic()

@@ -1,4 +1,4 @@
-"""Real SLURM: training and SGLang as two steps of one job, each on nodes of its own."""
+"""Real SLURM: training and SGLang as two steps of one job, on separate nodes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ SMALL = (
 ONE_NODE = ("--nodes=1", "--ntasks-per-node=1", "--exclusive")
 
 
-def submit(cluster: Cluster, folder: Path, shape: tuple[str, ...], *words: str, **settings: object) -> int:
-    """`sbatch` of the disaggregated script; returns the job's number."""
+def submit(cluster: Cluster, folder: Path, shape: tuple[str, ...], *arguments: str, **settings: object) -> int:
+    """Submit the script for disaggregated jobs and return the job ID."""
     environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", MEGAPPO_ENGINE_LINGER=8, **settings)
     command = ["sbatch", "--parsable", f"--output={folder}/job.out", *shape, "launch/slurm/ppo_disaggregated.sbatch"]
-    return int(cluster.run(*command, *SMALL, *words, f"run.directory={folder}/run", cwd=ROOT, env=environment).strip())
+    return int(
+        cluster.run(*command, *SMALL, *arguments, f"run.directory={folder}/run", cwd=ROOT, env=environment).strip()
+    )
 
 
 def await_steps(cluster: Cluster, job: int, folder: Path, count: int) -> None:
-    """Wait until a run has taken so many PPO steps."""
+    """Wait until a run has finished `count` PPO steps."""
     metrics, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 400
     while not metrics.exists() or metrics.read_text().count("\n") < count:
         state = cluster.state(job)
@@ -50,35 +52,39 @@ def await_steps(cluster: Cluster, job: int, folder: Path, count: int) -> None:
 
 
 def logs_of(folder: Path) -> str:
-    """The ends of all logs."""
+    """Return the ends of all logs."""
     return "\n".join(f"{p}: {p.read_text()[-1500:]}" for p in sorted((folder / "logs").rglob("*.log")))
 
 
 def places(cluster: Cluster, job: int) -> dict[str, str]:
-    """The nodes of the running steps, by name."""
+    """Return the nodes of the running job steps, by step name."""
     jobs = ",".join(map(str, range(job, job + 2)))
     lines = cluster.run("squeue", "--noheader", "--steps", f"--job={jobs}", "--format=%j %N").splitlines()
     return dict(line.split() for line in lines if line.split()[0] in ("train", "engines"))
 
 
 def servers(cluster: Cluster) -> dict[int, set[str]]:
-    """Sessions of SGLang servers that jobs of this SLURM started; their scratch folders and shared memory."""
-    found = {}
+    """Return the scratch folders and the shared memory of SGLang servers of this cluster, by session."""
+    sessions = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_text().split("\0")
+                arguments = (entry / "cmdline").read_text().split("\0")
                 ours = f"SLURM_CONF={cluster.folder}/".encode() in (entry / "environ").read_bytes()
             except OSError:
                 continue
-            if ours and "sglang.launch_server" in words and not any(word.endswith("guard.py") for word in words):
-                session, scratch = os.getsid(int(entry.name)), Path(words[words.index("--config") + 1]).parent
-                found[session] = {str(scratch), *shared_files(session_pids(session))}
-    return found
+            if (
+                ours
+                and "sglang.launch_server" in arguments
+                and not any(argument.endswith("guard.py") for argument in arguments)
+            ):
+                session, scratch = os.getsid(int(entry.name)), Path(arguments[arguments.index("--config") + 1]).parent
+                sessions[session] = {str(scratch), *shared_files(session_pids(session))}
+    return sessions
 
 
-def further_part(seen: dict[int, set[str]]) -> int:
-    """Of the parts of a server, the one that nobody asks."""
+def second_part(seen: dict[int, set[str]]) -> int:
+    """Return the session of the second part of a server, which receives no requests."""
     nodes = {}
     for session, paths in seen.items():
         (arguments,) = (json.loads(file.read_text()) for path in paths if (file := Path(path, "server.yaml")).exists())
@@ -87,8 +93,8 @@ def further_part(seen: dict[int, set[str]]) -> int:
     return nodes[1]
 
 
-def assert_nothing_is_left(seen: dict[int, set[str]]) -> None:
-    """No process, no scratch folder and no shared memory of these servers."""
+def assert_nothing_remains(seen: dict[int, set[str]]) -> None:
+    """Check that no processes, scratch folders and shared memory of these servers remain."""
     deadline = time.monotonic() + 30
     while any(session_pids(session) or any(map(os.path.exists, paths)) for session, paths in seen.items()):
         assert time.monotonic() < deadline, seen
@@ -96,33 +102,33 @@ def assert_nothing_is_left(seen: dict[int, set[str]]) -> None:
 
 
 def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) -> None:
-    """One server on two nodes. The part of it on the second one is killed in the middle: all of it is started again
-    and given the weights, and the run goes to its end."""
+    """One server uses two nodes. The part on the second node is killed during the run. Both parts are then restarted
+    and receive the weights, and the run continues to its end."""
     shape = ("--partition=all", "--nodes=3", "--ntasks-per-node=1")
     wide = ("run.steps=12", "rollout.sglang.tensor_parallel=2", "rollout.sglang.nodes=2")
     job = submit(cluster, tmp_path, shape, *wide, MEGAPPO_ENGINE_NODES=2)
     await_steps(cluster, job, tmp_path, 2)
     assert places(cluster, job) == {"train": "n1", "engines": "n[2-3]"}
     seen = servers(cluster)
-    os.kill(further_part(seen), signal.SIGKILL)
+    os.kill(second_part(seen), signal.SIGKILL)
     state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=400)
     assert state["JobState"] == "COMPLETED", cluster.log(state) + logs_of(tmp_path)
     logs = tmp_path / "logs" / str(job) / "attempt-0"
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 13))
-    said = (logs / "engines" / "engine-0.log").read_text()
-    assert "died; part 1 of server 0, on" in said and said.count("is ready") == 2
+    log = (logs / "engines" / "engine-0.log").read_text()
+    assert "died; part 1 of server 0, on" in log and log.count("is ready") == 2
     assert (logs / "engines" / "engine-0-part-1.log").read_text().count("is ready") == 2
     assert "1 ranks on 1 of the nodes, 1 engines on n2,n3" in (tmp_path / "job.out").read_text()
     assert (logs / "doctor" / "exit-0").read_text() == "0\n"
-    assert_nothing_is_left(seen)
+    assert_nothing_remains(seen)
     written = (tmp_path / "job.out", logs / "job.txt", logs / "train" / "rank-0.log")
-    words = said + "".join(path.read_text() for path in written)
-    assert "SGLANG_API_KEY" not in words
+    texts = log + "".join(path.read_text() for path in written)
+    assert "SGLANG_API_KEY" not in texts
 
 
 def await_requeued(cluster: Cluster, *components: int) -> None:
-    """Wait until SLURM has put all of it back. A job that is cancelled before would come back: `scontrol requeue` is
-    there for jobs that have ended, too."""
+    """Wait until SLURM has requeued all components. A job that is cancelled earlier would return, because `scontrol
+    requeue` also accepts ended jobs."""
     deadline = time.monotonic() + 60
     while any(cluster.state(component)["Restarts"] != "1" for component in components):
         assert time.monotonic() < deadline, [cluster.state(component) for component in components]
@@ -130,7 +136,7 @@ def await_requeued(cluster: Cluster, *components: int) -> None:
 
 
 def await_second_attempt(cluster: Cluster, *components: int) -> None:
-    """Wait until it runs."""
+    """Wait until the second attempt of all components runs."""
     deadline = time.monotonic() + 200
     while not all(
         (state := cluster.state(c))["Restarts"] == "1" and state["JobState"] == "RUNNING" for c in components
@@ -141,20 +147,20 @@ def await_second_attempt(cluster: Cluster, *components: int) -> None:
         time.sleep(1)
 
 
-@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: Path, goes_on: bool) -> None:
-    """The signal before the time limit puts the job back into the queue, for a second attempt that continues; scancel
-    leaves nothing behind."""
-    words = ("run.steps=100000", "checkpoint.every_steps=100000")
-    job = submit(cluster, tmp_path, (*ONE_NODE, ":", *ONE_NODE), *words, MEGAPPO_DOCTOR="no")
+@pytest.mark.parametrize("continues", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_heterogeneous_job_is_requeued_and_cancelled(cluster: Cluster, tmp_path: Path, continues: bool) -> None:
+    """The signal before the time limit requeues the job, and a second attempt continues the run. After scancel, no
+    processes or files of the servers remain."""
+    settings = ("run.steps=100000", "checkpoint.every_steps=100000")
+    job = submit(cluster, tmp_path, (*ONE_NODE, ":", *ONE_NODE), *settings, MEGAPPO_DOCTOR="no")
     await_steps(cluster, job, tmp_path, 2)
     assert places(cluster, job) == {"train": "n1", "engines": "n2"}
     seen = servers(cluster)
     cluster.run("scancel", "--signal=USR1", str(job), str(job + 1))
     await_text(tmp_path / "job.out", "back into the queue", 60)
     await_requeued(cluster, job, job + 1)
-    assert_nothing_is_left(seen)
-    if goes_on:
+    assert_nothing_remains(seen)
+    if continues:
         done = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
         await_second_attempt(cluster, job, job + 1)
         await_steps(cluster, job, tmp_path, done + 2)
@@ -164,4 +170,4 @@ def test_a_heterogeneous_job_requeued_and_cancelled(cluster: Cluster, tmp_path: 
         assert seen
     cluster.run("scancel", str(job))
     assert cluster.wait(job, "CANCELLED", seconds=60)["JobState"] == "CANCELLED"
-    assert_nothing_is_left(seen)
+    assert_nothing_remains(seen)

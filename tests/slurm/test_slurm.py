@@ -1,4 +1,4 @@
-"""Real SLURM: jobs over two virtual nodes train like torchrun, and go back into the queue where they ask for it."""
+"""Real SLURM: jobs on two virtual nodes have the same results as torchrun, and are requeued on request."""
 
 from __future__ import annotations
 
@@ -19,52 +19,54 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 @pytest.fixture(scope="module")
 def torchrun_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The same run with torchrun's variables."""
+    """Return the metrics of the same run with torchrun."""
     directory = tmp_path_factory.mktemp("torchrun") / "run"
     done = start("megappo", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT, processes=2)
     assert done.returncode == 0, done.stderr
     return numbers(directory)
 
 
-def submit(cluster: Cluster, folder: Path, *words: str, flags: tuple[str, ...] = (), **settings: object) -> int:
-    """`sbatch launch/slurm/ppo.sbatch` on both nodes; returns the job's number."""
+def submit(cluster: Cluster, folder: Path, *arguments: str, flags: tuple[str, ...] = (), **settings: object) -> int:
+    """Submit `launch/slurm/ppo.sbatch` on both nodes and return the job ID."""
     environment = job_environment(cluster, MEGAPPO_LOGS=folder / "logs", **settings)
     command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.out", *flags]
-    return int(cluster.run(*command, "launch/slurm/ppo.sbatch", *words, cwd=ROOT, env=environment).strip())
+    return int(cluster.run(*command, "launch/slurm/ppo.sbatch", *arguments, cwd=ROOT, env=environment).strip())
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.exhaustive), "torchrun"])
-def test_a_job_over_two_nodes_trains_like_torchrun(
+def test_job_on_two_nodes_equals_torchrun(
     cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path, launcher: str
 ) -> None:
-    words = ("configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT)
+    arguments = ("configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT)
     doctor = "yes" if launcher == "srun" else "no"
-    job = submit(cluster, tmp_path, *words, MEGAPPO_LAUNCHER=launcher, MEGAPPO_DOCTOR=doctor, HF_TOKEN="hidden")
+    job = submit(cluster, tmp_path, *arguments, MEGAPPO_LAUNCHER=launcher, MEGAPPO_DOCTOR=doctor, HF_TOKEN="hidden")
     state = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL")
     assert state["JobState"] == "COMPLETED", cluster.log(state)
     assert numbers(tmp_path / "run") == torchrun_metrics
     logs = tmp_path / "logs" / str(job) / "attempt-0"
     assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
     assert (logs / "train" / "rank-1.log").exists()
-    output = Path(state["StdOut"]).read_text()  # whose end may be what torchrun's agents say where they lose each other
+    output = Path(
+        state["StdOut"]
+    ).read_text()  # the end of the output can contain messages of torchrun agents that lose the connection
     assert "2 ranks on n[1-2]" in output
-    assert "reward" in output  # rank 0 shows in the job's output
+    assert "reward" in output  # the output of rank 0 is part of the output of the job
     record = (logs / "job.txt").read_text()
     assert "SLURM_JOB_NODELIST=n[1-2]" in record
     assert "hidden" not in record
 
 
-def test_srun_alone_starts_the_ranks(cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path) -> None:
-    """No script and no torchrun between; node names that no name server knows."""
+def test_ranks_start_with_srun_only(cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The ranks are started without a script and torchrun. No name server can resolve the names of the nodes."""
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     command = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-m", "megappo", "train", "configs/quickstart.yaml"]
-    words = (f"run.directory={tmp_path / 'run'}", *SHORT)
-    cluster.run(*command, *words, cwd=ROOT, env=cluster.environment | paths, timeout=300)
+    arguments = (f"run.directory={tmp_path / 'run'}", *SHORT)
+    cluster.run(*command, *arguments, cwd=ROOT, env=cluster.environment | paths, timeout=300)
     assert numbers(tmp_path / "run") == torchrun_metrics
 
 
-def stand_in(folder: Path, script: str) -> Path:
-    """A `python` whose megappo does what the script says; returns what MEGAPPO_PYTHON is set to."""
+def fake_python(folder: Path, script: str) -> Path:
+    """Write a `python` program that runs the script for `-m megappo`. Return the path for MEGAPPO_PYTHON."""
     path = folder / "bin" / "python"
     path.parent.mkdir()
     others = f'if [ "$2" != megappo ]; then exec {sys.executable} "$@"; fi'
@@ -74,7 +76,7 @@ def stand_in(folder: Path, script: str) -> Path:
 
 
 PREEMPTED = """
-trap 'echo told to stop; exit 85' USR1
+trap 'echo stop requested; exit 85' USR1
 echo "attempt ${SLURM_RESTART_COUNT:-0}: $*"
 if [ "${SLURM_RESTART_COUNT:-0}" = 1 ]; then exit 0; fi
 for _ in $(seq 600); do sleep 0.1; done
@@ -83,9 +85,9 @@ exit 3
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.exhaustive), "torchrun"])
-def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
-    """The signal of --signal reaches every rank; exit code 85 starts the same job again."""
-    python = stand_in(tmp_path, PREEMPTED)
+def test_preempted_job_is_requeued(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
+    """The signal of --signal reaches every rank. Exit code 85 requeues the job."""
+    python = fake_python(tmp_path, PREEMPTED)
     job = submit(
         cluster, tmp_path, "some.yaml", "run.steps=3",
         MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no", MEGAPPO_LAUNCHER=launcher,
@@ -99,15 +101,15 @@ def test_a_preempted_job_goes_back_into_the_queue(cluster: Cluster, tmp_path: Pa
     state = end_of_second_attempt(cluster, job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.log(state)
     for rank in (0, 1):
-        assert "told to stop" in (logs / "attempt-0" / "train" / f"rank-{rank}.log").read_text()
+        assert "stop requested" in (logs / "attempt-0" / "train" / f"rank-{rank}.log").read_text()
         assert (logs / "attempt-0" / "train" / f"exit-{rank}").read_text() == "85\n"
         assert "attempt 1" in (logs / "attempt-1" / "train" / f"rank-{rank}.log").read_text()
     assert "back into the queue" in cluster.log(state)
 
 
 @pytest.mark.exhaustive
-def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: Path) -> None:
-    """Real training: the signal of --signal in the middle, a second attempt, and the metrics of an undisturbed run."""
+def test_interrupted_job_has_the_same_metrics(cluster: Cluster, tmp_path: Path) -> None:
+    """Real training: the signal of --signal interrupts the run, and the second attempt completes the same metrics."""
     more = (*SHORT, "run.steps=20")
     done = start(
         "megappo", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'whole'}", *more, processes=2
@@ -129,32 +131,34 @@ def test_an_interrupted_job_is_the_run_that_was_not(cluster: Cluster, tmp_path: 
     assert [(logs / "train" / f"exit-{rank}").read_text() for rank in (0, 1)] == ["0\n", "0\n"]
 
 
-def test_a_job_whose_time_is_up_goes_on(
+def test_job_at_the_time_limit_is_requeued(
     cluster: Cluster, torchrun_metrics: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """SLURM has set an end that leaves no time for a second step and a stop: without a signal the run ends with a
-    checkpoint, its job goes back into the queue, and the next attempt makes the last step."""
-    words = ("configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT)
-    job = submit(cluster, tmp_path, *words, flags=("--time=1", "--signal=USR1@0"), MEGAPPO_DOCTOR="no")
+    """The time limit of the job is too short for a second step and a stop. The run ends without a signal, with a
+    checkpoint. The job is requeued, and the next attempt runs the last step."""
+    arguments = ("configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *SHORT)
+    job = submit(cluster, tmp_path, *arguments, flags=("--time=1", "--signal=USR1@0"), MEGAPPO_DOCTOR="no")
     state = end_of_second_attempt(cluster, job)
     assert (state["JobState"], state["Restarts"], state["TimeLimit"]) == ("COMPLETED", "1", "00:01:00"), state
     output = Path(state["StdOut"]).read_text()
-    told = "another step may not end in time before the end that SLURM has set for the job: stopping with a checkpoint"
-    assert output.count(told) == 1 and "continuing after step 1 from" in output
+    message = (
+        "another step may not end in time before the end that SLURM has set for the job: stopping with a checkpoint"
+    )
+    assert output.count(message) == 1 and "continuing after step 1 from" in output
     assert numbers(tmp_path / "run") == torchrun_metrics
 
 
 CANCELLED = """
-trap 'echo told to stop; sleep 1; echo saved; exit 85' TERM
+trap 'echo stop requested; sleep 1; echo saved; exit 85' TERM
 echo started
 for _ in $(seq 600); do sleep 0.1; done
 exit 3
 """
 
 
-def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    """Its ranks get time to save, and their wish for a requeue is not followed."""
-    python = stand_in(tmp_path, CANCELLED)
+def test_cancelled_job_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """The ranks have time to write a checkpoint. The exit code for a requeue has no effect."""
+    python = fake_python(tmp_path, CANCELLED)
     job = submit(cluster, tmp_path, "some.yaml", MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no")
     logs = tmp_path / "logs" / str(job) / "attempt-0" / "train"
     for rank in (0, 1):
@@ -168,10 +172,10 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> No
     assert cluster.state(job)["JobState"] == "CANCELLED"
 
 
-def test_a_more_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM's preemption: the ranks get SIGTERM and time to save, and the job starts again when the nodes are free."""
+def test_preemption_by_an_urgent_job(cluster: Cluster, tmp_path: Path) -> None:
+    """Preemption by SLURM: the ranks get SIGTERM and time for a checkpoint. The job restarts when nodes are free."""
     script = CANCELLED.replace("echo started", 'if [ "${SLURM_RESTART_COUNT:-0}" = 1 ]; then exit 0; fi; echo started')
-    python = stand_in(tmp_path, script)
+    python = fake_python(tmp_path, script)
     job = submit(cluster, tmp_path, "some.yaml", MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no")
     logs = tmp_path / "logs" / str(job)
     for rank in (0, 1):
@@ -186,8 +190,8 @@ def test_a_more_urgent_job_takes_the_nodes(cluster: Cluster, tmp_path: Path) -> 
     assert (logs / "attempt-1" / "train" / "exit-1").read_text() == "0\n"
 
 
-def test_a_failing_rank_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    python = stand_in(tmp_path, 'if [ "$SLURM_PROCID" = 1 ]; then exit 7; fi; sleep 100')
+def test_failed_rank_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    python = fake_python(tmp_path, 'if [ "$SLURM_PROCID" = 1 ]; then exit 7; fi; sleep 100')
     job = submit(cluster, tmp_path, "some.yaml", MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no")
     start = time.monotonic()
     state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", seconds=60)
@@ -196,7 +200,7 @@ def test_a_failing_rank_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     assert (tmp_path / "logs" / str(job) / "attempt-0" / "train" / "exit-1").read_text() == "7\n"
 
 
-def test_submitted_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
+def test_submission_from_another_folder_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     command = [
         "sbatch",
         "--parsable",
@@ -229,13 +233,13 @@ wait
 """
 
 
-def test_the_last_task_of_an_array_means_itself_alone(cluster: Cluster, tmp_path: Path) -> None:
-    """Its job has the array's number, which SLURM's commands take for all tasks: the others would be put back into the
-    queue with it, and their steps be signalled."""
+def test_last_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """The job ID of the last task equals the ID of the array, which commands of SLURM apply to all tasks. A requeue or
+    a signal must not affect the other tasks."""
     script = tmp_path / "task.sh"
     script.write_text(ARRAY_TASK.format(root=ROOT, folder=tmp_path))
-    words = ("--array=0-2", "--ntasks=1", "--requeue", f"--chdir={tmp_path}", f"--output={tmp_path}/task-%a.out")
-    job = int(cluster.run("sbatch", "--parsable", *words, str(script)).strip())
+    arguments = ("--array=0-2", "--ntasks=1", "--requeue", f"--chdir={tmp_path}", f"--output={tmp_path}/task-%a.out")
+    job = int(cluster.run("sbatch", "--parsable", *arguments, str(script)).strip())
     await_text(tmp_path / "task-2.out", "back into the queue", 120)
     deadline = time.monotonic() + 60
 
