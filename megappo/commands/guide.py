@@ -12,6 +12,7 @@ TOPICS = {
     "first-run": "install, run the quickstart, read its output, stop and resume, use one GPU",
     "your-task": "data, chat templates and rewards of your task, and its checks",
     "ppo": "the formulas of PPO, their settings, and the metrics to watch",
+    "agents": "train with tools, environments and agent programs in several turns",
     "troubleshoot": "find the cause of a flat reward, a growing KL, NaNs or slow steps",
     "gae": "inspect values and advantages token by token",
 }
