@@ -9,7 +9,11 @@ from megappo.errors import ConfigError, nearest_words
 
 GUIDES = Path(__file__).parents[1] / "guides"
 TOPICS = {
+    "first-run": "install, run the quickstart, read its output, stop and resume, use one GPU",
+    "your-task": "data, chat templates and rewards of your task, and its checks",
     "ppo": "the formulas of PPO, their settings, and the metrics to watch",
+    "agents": "train with tools, environments and agent programs in several turns",
+    "evaluate": "validation sets, pass@k, reports, samples and exports",
     "troubleshoot": "find the cause of a flat reward, a growing KL, NaNs or slow steps",
     "gae": "inspect values and advantages token by token",
 }
