@@ -174,8 +174,7 @@ def acceleration_findings(used: Accelerations, config: Config | None) -> Iterato
     """Yield findings on the implementations of layers, gradient accumulation and the optimizer, with remedies that
     enable faster implementations."""
     selected = config is not None and config.model.accelerations == "auto"
-    impostor = used.apex.problem is not None and "another project" in used.apex.problem
-    if impostor:
+    if used.apex.is_other_project:
         text, remedy = f"version {used.apex.version} {used.apex.problem}", "NVIDIA's is built from its sources"
         yield slow("apex", text, f"pip uninstall apex; {remedy}")
     if not torch.cuda.is_available():

@@ -411,7 +411,7 @@ def test_mean_without_values_is_absent() -> None:
 @pytest.mark.parametrize(
     ("act", "reason"),
     [
-        (lambda s: s.observe_token_ids([1, len(TOKENIZER)]), "is none of"),
+        (lambda s: s.observe_token_ids([1, len(TOKENIZER)]), "must be one of"),
         (lambda s: s.observe_token_ids([True, "a"]), "'a', must be one of"),
         (lambda s: s.observe(3), "observed 3, must be a text"),
         (lambda s: s.reward("1"), "gave the reward '1', must be a number"),
@@ -805,7 +805,7 @@ def test_reasoning_gym_task_allows_several_tries() -> None:
         ({"name": "pathlib:Path"}, "has no `async def run"),
         ({"name": "guess", "arguments": {"heigher": "x"}}, "cannot be called with"),
         ({"name": "reasoning_gym", "arguments": {"tries": 0}}, "tries is 0, must be a whole number above 0"),
-        ({"name": "reasoning_gym", "arguments": {"feedback": "{points}"}}, "write {score} where"),
+        ({"name": "reasoning_gym", "arguments": {"feedback": "{points}"}}, "write {score} at"),
         ({"name": "tools", "arguments": {"format": "qwin"}}, "'qwin', must be qwen or llama3"),
         ({"name": "tools", "arguments": {"tools": ["rocket"]}}, "must be a list of calculator or python"),
     ],

@@ -676,7 +676,7 @@ def test_replay_reproduces_recorded_steps(tmp_path: Path) -> None:
     in_flight_prompts = [group.prompt for group, step, _ in left.groups]
     assert read_state(again.state_dict(7)[KEY])[0].returned == [*in_flight_prompts, *left.returned]
     (folder / "step-000002" / "rank-00000.safetensors").write_bytes(b"12345678")
-    with pytest.raises(ValueError, match="rank-00000.safetensors is not whole"):
+    with pytest.raises(ValueError, match="rank-00000.safetensors is incomplete"):
         again.of_step(2, weights_changed=False)
 
 

@@ -206,7 +206,7 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_index(Ranks(9, 16, 1, None), visible=2) == 1
     with pytest.raises(RunError, match="8 ranks are on this machine, which has 4 visible CUDA devices; start at"):
         device_index(Ranks(0, 16, 0, 8), visible=4)
-    with pytest.raises(RunError, match="shows 1 CUDA device;"):
+    with pytest.raises(RunError, match="has 1 visible CUDA device;"):
         device_index(Ranks(1, 2, 1, 2), visible=1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # --gpus-per-task=1: each rank sees only its own device
     assert device_index(Ranks(1, 2, 1, 2), visible=1) == 0
