@@ -85,7 +85,7 @@ def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
 
 
 def _report(verdict: Verdict) -> None:
-    from megappo.runtime.launchers import is_main, tell_torchrun
+    from megappo.runtime.launchers import is_main, write_torchrun_error
     from megappo.runtime.waiting import pause
 
     waits = not is_main(os.environ) and verdict.code == USER_ERROR
@@ -93,5 +93,5 @@ def _report(verdict: Verdict) -> None:
     sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]
     if waits:  # meanwhile the launcher ends this process with the error of rank 0
         pause(RANK_0_SPEAKS_WITHIN)
-    if sentences and not tell_torchrun(os.environ, sentences, verdict.code):
+    if sentences and not write_torchrun_error(os.environ, sentences, verdict.code):
         print("\n".join(sentences), file=sys.stderr)

@@ -38,7 +38,7 @@ def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ())
         raise ValueError(f"{problem} ({type(error).__name__}: {reason(error)}); {remedy}") from error
 
 
-def failure_words(error: BaseException, characters: int = 300) -> str:
+def failure_text(error: BaseException, characters: int = 300) -> str:
     """Return an error of a user's code on one line: the type, the message, and `file:line` if known."""
     text, line = f"{type(error).__name__}: {reason(error, characters)}", raised_at(error)
     return f"{shortened(text, max(characters - len(line) - 3, 60))} ({line})" if line else shortened(text, characters)

@@ -29,6 +29,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     seed = whole_option("--seed", arguments.seed, 0, _LARGEST_SEED)
     count = whole_option("--count", arguments.count, 1, _MOST_PUZZLES)
-    given = None if arguments.given is None else Path(arguments.given)
-    for sentence in prepare(arguments.name, Path(arguments.out), given=given, seed=seed, count=count):
+    source = None if arguments.source is None else Path(arguments.source)
+    for sentence in prepare(arguments.name, Path(arguments.out), source=source, seed=seed, count=count):
         print(sentence, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megappo.errors import ConfigError, nearest_words
+from megappo.errors import ConfigError, nearest_choices
 
 GUIDES = Path(__file__).parents[1] / "guides"
 TOPICS = {
@@ -42,23 +42,23 @@ def run(arguments: argparse.Namespace) -> None:
 def text_of(topic: str) -> str:
     """Return the Markdown text of a guide. Raises ConfigError for an unknown topic."""
     if topic not in TOPICS:
-        near = nearest_words(topic, TOPICS, 1, _SIMILARITY)
+        near = nearest_choices(topic, TOPICS, 1, _SIMILARITY)
         hint = f"the nearest topic is {near[0]}" if near else f"the topics are {', '.join(TOPICS)}"
         raise ConfigError(f"there is no guide '{topic}'; {hint}")
     return (GUIDES / f"{topic}.md").read_text()
 
 
-def section_of(topic: str, words: str) -> str:
-    """Return the first section whose heading contains `words`, without regard to case, with its subsections.
+def section_of(topic: str, heading: str) -> str:
+    """Return the first section whose heading contains `heading`, without regard to case, with its subsections.
 
     Raises ConfigError for an unknown topic or section.
     """
     lines = text_of(topic).splitlines()
     levels = _heading_levels(lines)
-    start = next((n for n in levels if words.lower() in lines[n].lower()), None)
+    start = next((n for n in levels if heading.lower() in lines[n].lower()), None)
     if start is None:
         headings = ", ".join(lines[n].lstrip("# ") for n in levels)
-        raise ConfigError(f"the guide {topic} has no section '{words}'; its sections are {headings}")
+        raise ConfigError(f"the guide {topic} has no section '{heading}'; its sections are {headings}")
     end = next((n for n in levels if n > start and levels[n] <= levels[start]), len(lines))
     return "\n".join(lines[start:end]).rstrip()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from megappo.errors import USER_ERROR, ConfigError
 from megappo.observe.streams import prepare_streams
-from megappo.runtime.heap import collections_put_off
+from megappo.runtime.allocator import collections_put_off
 from megappo.runtime.launchers import EXIT_CODE
 
 if TYPE_CHECKING:

@@ -191,7 +191,9 @@ def with_kl(*changes: str) -> Config:
         ({"per": "response", "target": 3.0}, ("per: token", "target: 0.5"), "token", 0.5),
     ],
 )
-def test_unit_of_kl_is_kept(before: dict[str, Any], changes: tuple[str, ...], per: str, target: float | None) -> None:
+def test_unit_of_kl_is_unchanged(
+    before: dict[str, Any], changes: tuple[str, ...], per: str, target: float | None
+) -> None:
     config = with_kl(*changes)
     default = config.algorithm.kl_in_reward
     assert default is not None

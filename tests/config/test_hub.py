@@ -26,7 +26,7 @@ MODEL = TINY
 
 EVERY_COMMAND = """
 import contextlib, io, json, sys, time
-from megappo.runtime.heap import collections_put_off
+from megappo.runtime.allocator import collections_put_off
 with collections_put_off():
     import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
     from transformers import AutoConfig, AutoTokenizer

@@ -371,7 +371,7 @@ class StopAfter:
         self.left = looks
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         self.left -= 1
         return self.left < 0
 

@@ -35,7 +35,7 @@ def documents() -> list[Path]:
 
 def features_table() -> str:
     """Return the table of the features that tests combine in pairs. The basic features come first."""
-    rows = [[factor, "; ".join(level.words for level in levels)] for factor, levels in FACTORS.items()]
+    rows = [[factor, "; ".join(level.description for level in levels)] for factor, levels in FACTORS.items()]
     return table(["", "features"], rows)
 
 

@@ -298,7 +298,7 @@ def test_full_disk_loses_lines_but_ends_no_run(
     with monkeypatch.context() as disk:
         limit, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limit[1]))
-        disk.setattr("megappo.observe.loggers.tell", messages.append)
+        disk.setattr("megappo.observe.loggers.show_message", messages.append)
         try:
             for step in (2, 3):
                 log.log(step, {"a": float(step)})

@@ -145,7 +145,7 @@ def test_duration_since_process_start() -> None:
 def test_rank_of_another_job_is_refused() -> None:
     """The rank of the other job connects to the port of our rank 0."""
     code = (
-        "from megappo.runtime.heap import put_off_collections\n"
+        "from megappo.runtime.allocator import put_off_collections\n"
         "put_off_collections()\n"
         "from megappo.config.schema import RuntimeSettings\n"
         "from megappo.runtime.process import start_runtime\n"
@@ -228,7 +228,7 @@ def test_two_mpi_processes_connect() -> None:
     """The ranks are started like with mpirun and run a collective. No socket is open to other machines, for any name
     of this machine."""
     code = (
-        "from megappo.runtime.heap import put_off_collections\n"
+        "from megappo.runtime.allocator import put_off_collections\n"
         "put_off_collections()\n"
         "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"

@@ -438,10 +438,10 @@ class StopRequest:
     """Stop request that becomes active once a round has read an answer. On busy cores the round reads later than the
     server answers."""
 
-    asked = False
+    requested = False
 
     def request(self) -> None:
-        self.asked = True
+        self.requested = True
 
     def check(self) -> None:
         raise AssertionError("the round must not check for the stop")

@@ -176,7 +176,7 @@ def test_invalid_arguments_give_one_message(
     assert sorted(path.name for path in empty.iterdir()) == before
 
 
-def test_model_that_does_not_fit_gives_one_message(
+def test_model_that_does_not_fit_has_one_message(
     empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     big = tmp_path / "big"
