@@ -13,6 +13,7 @@ TOPICS = {
     "your-task": "data, chat templates and rewards of your task, and its checks",
     "ppo": "the formulas of PPO, their settings, and the metrics to watch",
     "agents": "train with tools, environments and agent programs in several turns",
+    "scale": "layouts, plans, memory, SLURM and separate servers",
     "evaluate": "validation sets, pass@k, reports, samples and exports",
     "troubleshoot": "find the cause of a flat reward, a growing KL, NaNs or slow steps",
     "gae": "inspect values and advantages token by token",
