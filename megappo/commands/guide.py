@@ -15,6 +15,7 @@ TOPICS = {
     "agents": "train with tools, environments and agent programs in several turns",
     "scale": "layouts, plans, memory, SLURM and separate servers",
     "evaluate": "validation sets, pass@k, reports, samples and exports",
+    "migrate": "come from verl, slime, TRL, OpenRLHF or NeMo-RL: names, defaults, units, checks",
     "troubleshoot": "find the cause of a flat reward, a growing KL, NaNs or slow steps",
     "gae": "inspect values and advantages token by token",
 }
