@@ -18,6 +18,7 @@ TOPICS = {
     "migrate": "come from verl, slime, TRL, OpenRLHF or NeMo-RL: names, defaults, units, checks",
     "troubleshoot": "find the cause of a flat reward, a growing KL, NaNs or slow steps",
     "gae": "inspect values and advantages token by token",
+    "extend": "your own rewards, estimators, losses, engines and models, and where the code is",
 }
 """Topics, with the text of the listing. Each topic is a file of `megappo/guides`."""
 _SIMILARITY = 0.6
