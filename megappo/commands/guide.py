@@ -13,9 +13,12 @@ TOPICS = {
     "your-task": "data, chat templates and rewards of your task, and its checks",
     "ppo": "the formulas of PPO, their settings, and the metrics to watch",
     "agents": "train with tools, environments and agent programs in several turns",
+    "scale": "layouts, plans, memory, SLURM and separate servers",
     "evaluate": "validation sets, pass@k, reports, samples and exports",
+    "migrate": "come from verl, slime, TRL, OpenRLHF or NeMo-RL: names, defaults, units, checks",
     "troubleshoot": "find the cause of a flat reward, a growing KL, NaNs or slow steps",
     "gae": "inspect values and advantages token by token",
+    "extend": "your own rewards, estimators, losses, engines and models, and where the code is",
 }
 """Topics, with the text of the listing. Each topic is a file of `megappo/guides`."""
 _SIMILARITY = 0.6
