@@ -102,10 +102,11 @@ def as_text(findings: Sequence[Finding], machines: int) -> str:
 
 def as_json(findings: Sequence[Finding], machines: Sequence[str]) -> str:
     """Return JSON with three keys: `machines`, `findings` with the fields of `Finding`, and `broken`, which is true if
-    a run would fail."""
+    a run would fail. The key of `Finding.text` is `words`."""
+    fields = [asdict(finding) for finding in findings]
     content = {
         "machines": list(machines),
         "broken": any_broken(findings),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [{"words" if name == "text" else name: value for name, value in f.items()} for f in fields],
     }
     return json.dumps(content, indent=2)

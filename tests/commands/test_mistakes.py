@@ -95,7 +95,7 @@ MISTAKES = [
     ("reward.workers=0", "the nearest is 1"),
     ("reward.batch=3", "must be true or false"),
     ("reward.clip=5", "must be a list, such as [1, 2]"),
-    ("reward.judge={url: judge, model: m}", "change it"),
+    ("reward.judge={url: judge, model: m}", "correct url"),
     ("evaluation.every_steps=0", "the nearest is 1"),
     ("evaluation=5", "as an override write evaluation.every_steps=5"),
     ("checkpoint.every_steps=-1", "the nearest is 1"),

@@ -273,9 +273,9 @@ def tokenizer_with_unknown(alphabet: str, **named: str) -> PreTrainedTokenizerFa
     [
         ("abc", {"unk_token": "?"}, ""),
         ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have unknown tokens: 2 of 7 tokens are \\?"),
-        ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*, 7 of 7 tokens are"),
-        ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # unknown token without a setting
-        ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*, 4 of 7 tokens are"),
+        ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*: 7 of 7 tokens are"),
+        ("c", {}, "2 of 2 prompts of DATA .*: 5 of 7 tokens are"),  # unknown token without a setting
+        ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*: 4 of 7 tokens are"),
         ("a", {"unk_token": "?", "eos_token": "?"}, ""),  # a template can write this token
     ],
 )

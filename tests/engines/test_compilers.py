@@ -76,7 +76,7 @@ def test_doctor_reports_missing_compilers(
     finding = compiler_finding({"PATH": ""})
     assert finding.state == "broken"
     nowhere = tmp_path / "nowhere"
-    assert finding.text.endswith(f"lacks nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
+    assert finding.text.endswith(f"does not have nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
     assert "module load cuda" in finding.remedy
     own = toolkit_in(tmp_path / "own")
     finding = compiler_finding({**bare, "CUDA_HOME": str(own)})

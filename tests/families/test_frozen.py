@@ -103,7 +103,9 @@ def test_resumed_run_needs_the_same_frozen_weights() -> None:
     before = now.model_dump(mode="json")
     assert tensor_changes(before, load_config(BASE, ["critic.freeze=[embeddings, attention]"])) is None
     changed = tensor_changes(before, load_config(BASE, ["critic.freeze=attention"]))
-    assert changed is not None and changed.startswith("critic.freeze ['attention', 'embeddings'] and not ['attention']")
+    assert changed is not None and changed.startswith(
+        "critic.freeze ['attention', 'embeddings'] instead of ['attention']"
+    )
     plain = load_config(BASE, [])
     old = plain.model_dump(mode="json")
     del old["critic"]["freeze"]

@@ -66,10 +66,10 @@ _SMALL = (
     "data.validation.limit=4", "logging.tensorboard=false", "checkpoint.every_steps=1", "evaluation.every_steps=1",
 )  # fmt: skip
 _EPISODES = (
-    "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
     "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-    "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}",
-    "data.validation={source: 'tests.examples.lookup:keys', limit: 4, options: {held_out: true}}",
+    "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+    "data.validation={source: 'configs/examples/10_tools/lookup.py:keys', limit: 4, options: {held_out: true}}",
 )  # fmt: skip
 RUNS = {
     "split": ("checkpoint.asynchronous=false",),

@@ -253,7 +253,6 @@ def test_each_room_has_a_test_folder() -> None:
         "gpu",
         "support",
         "house",
-        "examples",
     }
     assert tests == rooms | others
     readme = (ROOT / "tests" / "README.md").read_text()

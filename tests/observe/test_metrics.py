@@ -215,7 +215,12 @@ def test_custom_logger_receives_the_run(tmp_path: Path) -> None:
     [
         (f"{__name__}:Listin", {}, {}, r"has no function 'Listin'; did you mean '.*:Listing'"),
         (f"{__name__}:Listing", {"inot": []}, {}, r"cannot be called with \(directory=, run_name=, config=, inot=\)"),
-        (f"{__name__}:Listing", {"into": []}, {"refuse": 1}, r"failed \(KeyError: 'no account' \(.*\)\); fix it"),
+        (
+            f"{__name__}:Listing",
+            {"into": []},
+            {"refuse": 1},
+            r"failed \(KeyError: 'no account' \(.*\)\); fix the",
+        ),
         ("builtins:dict", {}, {}, r"has no log and forget_after and close; implement the methods of megappo\.api"),
     ],
 )

@@ -151,12 +151,12 @@ EIGHT_PROCESSES = {
 }
 # Policy losses outside megappo. The clip range of GSPO is narrow enough that some ratios are clipped.
 CISPO = [
-    "algorithm.policy_loss=tests.examples.cispo:cispo",
+    "algorithm.policy_loss=configs/examples/05_own_loss/cispo.py:cispo",
     f"algorithm.policy_loss_options={{high: {ORACLE.clip_high}}}",
 ]
 GSPO_CLIP = 0.01
 GSPO = [
-    "algorithm.policy_loss=tests.examples.gspo:gspo",
+    "algorithm.policy_loss=configs/examples/06_sequence_loss/gspo.py:gspo",
     f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
     "algorithm.loss_aggregation=seq-mean-token-mean",
 ]
