@@ -215,7 +215,7 @@ def test_cluster_start_command_is_printed(model: Path, empty: Path, capsys: pyte
     assert main(["init", "gsm8k", "--model", str(model), "--nodes", "2"]) == 0
     output = capsys.readouterr().out
     assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in output
-    line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} {empty / 'gsm8k.yaml'}"
+    line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} gsm8k.yaml"
     assert f"  MEGAPPO_ROOT={ROOT} {line}\n" in output
     assert "all nodes must see it" in Path("gsm8k.yaml").read_text()
     assert main(["init", "lora", "--model", str(model)]) == 0, "one of the detected devices"
