@@ -19,6 +19,8 @@ TASKS = {
     "lora": "grade school word problems, with low-rank adapters on one device",
 }
 _SMALL, _MIDDLE, _TINY = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct"
+_WITH_TOOLS = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Smallest suggested model with a chat template that describes tools."""
 _THINKING = (_SMALL, _MIDDLE)
 """Models that think by default. For other models, `megappo plan` prints a note."""
 
@@ -77,7 +79,7 @@ def models(request: StarterRequest, target: RunTarget) -> Sequence[str]:
         return (_MIDDLE, _SMALL)
     if request.task == "jsonl":
         return (str(request.sums),)
-    return (_SMALL if request.task == "tools" else _TINY,)
+    return (_SMALL, _WITH_TOOLS) if request.task == "tools" else (_TINY,)
 
 
 def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[Setting]:

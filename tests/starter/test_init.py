@@ -187,8 +187,29 @@ def test_model_that_does_not_fit_gives_one_message(
     )
     assert main(["init", "--model", str(big), "--machine", "l40s"]) == 2
     error = capsys.readouterr().err
-    assert "no layout on 1 x l40s fits" in error and len(error.splitlines()) == 1
+    assert f"{big} does not fit on 1 x " in error and "no layout on 1 x l40s fits" in error
+    assert "name a smaller --model, or a larger machine" in error and len(error.splitlines()) == 1
     assert not list(empty.glob("*jsonl*")) and not list(empty.glob(".*"))
+
+
+@pytest.mark.parametrize(("gigabytes", "model"), [(100, "Qwen/Qwen3-0.6B"), (25, "Qwen/Qwen2.5-0.5B-Instruct")])
+def test_tools_without_gpu_use_a_model_that_fits(
+    gigabytes: int, model: str, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megappo.plan.here.machine_bytes", lambda: gigabytes * 10**9)
+    assert main(["init", "tools"]) == 0
+    assert yaml.safe_load(Path("tools.yaml").read_text())["model"]["path"] == model
+
+
+def test_models_that_do_not_fit_are_named(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megappo.plan.here.machine_bytes", lambda: 8 * 10**9)
+    assert main(["init", "tools"]) == 2
+    error = capsys.readouterr().err
+    assert "Qwen/Qwen3-0.6B and Qwen/Qwen2.5-0.5B-Instruct do not fit on this machine's" in error
+    assert "name a smaller --model, or a larger machine, for example --machine h100 --gpus 8" in error
+    assert "shorten the response" not in error and not (empty / "tools.yaml").exists()
 
 
 @pytest.mark.waits
