@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -172,6 +173,23 @@ def test_invalid_interpreter_is_refused(tmp_path: Path, value: str) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert f"MEGAPPO_PYTHON is '{named}', must be an executable file; set it to the" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["megappo plan", "torchrun.sh 1 train", "quickstart.sh", "python"])
+def test_interpreter_without_packages_is_refused(tmp_path: Path, command: str) -> None:
+    """`python -S` has no site-packages."""
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"{ROOT}/launch/{command} a.yaml"], env=os.environ | {"MEGAPPO_PYTHON": str(bare)}, cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"megappo: error: MEGAPPO_PYTHON is '{bare}', which has no torch, megatron, transformers, pydantic, yaml, rich; "
+        f"run '{bare} -m pip install .' in the repository, or unset MEGAPPO_PYTHON\n"
+    )
 
 
 def test_colon_in_repository_path_is_refused(machine: Machine) -> None:
