@@ -188,7 +188,11 @@ ensure_environment() { # full, light, or light-alone (light, even if a full envi
         python=$(find_python light) || exit 2
         folder=$base/environment-$(environment_hash light "$python")
     fi
-    (umask_for_own && mkdir -p "$base")
+    (umask_for_own && mkdir -p "$base" 2>/dev/null) && { [ -w "$base" ] || [ -e "$folder.lock" ]; } || {
+        echo "megappo: error: the folder of the environments, $base, cannot be created or written; set MEGAPPO_CACHE to a" \
+            "folder in which you can write" >&2
+        exit 2
+    }
     check_environment_owner "$base" "$folder" "$folder/bin" || exit 2
     environment_lock "$folder"
     take_environment_lock -s || exit 2
