@@ -490,6 +490,8 @@ def test_torchrun_ignores_pet_variables(tmp_path: Path) -> None:
         (("--nodes", "2", "--head", "::1:29500", "8"), "--head is '::1:29500', must be HOST:PORT"),
         (("--nodes", "two"), "--nodes is 'two', must be a whole number"),
         (("train", "a.yaml"), "the processes per machine are 'train'"),
+        (("2", "configs/quickstart.yaml"), "the command is missing; write 2 train configs/quickstart.yaml; usage:"),
+        (("2",), "the command is missing; write 2 train CONFIG; usage:"),
     ],
 )
 def test_torchrun_usage(args: tuple[str, ...], message: str) -> None:
