@@ -69,8 +69,8 @@ def _misfit(candidates: Sequence[str], last: Planning, target: RunTarget) -> str
         sentence = f"no layout on {target.ranks} x {target.machine.name} fits, nor on four times the number"
     verb = "does" if len(candidates) == 1 else "do"
     return (
-        f"{' and '.join(candidates)} {verb} not fit on {target.summary}: {sentence}; name a smaller --model, or a larger "
-        "machine, for example --machine h100 --gpus 8"
+        f"{' and '.join(candidates)} {verb} not fit on {target.summary}: {sentence}; name a smaller --model, or a "
+        "larger machine, for example --machine h100 --gpus 8"
     )
 
 

@@ -272,7 +272,9 @@ def test_cache_without_write_access_is_named(machine: Machine, cache: str) -> No
     (machine.folder / "file").touch()
     cache = cache.replace("FILE", str(machine.folder / "file"))
     output, _ = machine.start(machine.clone("one"), MEGAPPO_CACHE=cache).communicate(timeout=60)
-    message = f"megappo: error: the folder of the environments, {cache}, cannot be created or written; set MEGAPPO_CACHE"
+    message = (
+        f"megappo: error: the folder of the environments, {cache}, cannot be created or written; set MEGAPPO_CACHE"
+    )
     assert output.startswith(message) and len(output.splitlines()) == 1
 
 
