@@ -187,8 +187,8 @@ def test_interpreter_without_packages_is_refused(tmp_path: Path, command: str) -
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == (
-        f"megappo: error: MEGAPPO_PYTHON is '{bare}', which has no torch, megatron, transformers, pydantic, yaml, rich; "
-        f"run '{bare} -m pip install .' in the repository, or unset MEGAPPO_PYTHON\n"
+        f"megappo: error: MEGAPPO_PYTHON is '{bare}', which has no torch, megatron, transformers, pydantic, yaml, "
+        f"rich; run '{bare} -m pip install .' in the repository, or unset MEGAPPO_PYTHON\n"
     )
 
 
