@@ -21,7 +21,7 @@ from megappo.starter.target import file_system, find_target
 from megappo.starter.tasks import TASKS
 from tests.support.episodes import tokenizer
 from tests.support.models import write_model
-from tests.support.places import ROOT
+from tests.support.places import QUICKSTART, ROOT
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -98,6 +98,9 @@ def test_quickstart_model_passes_dry_run(path: Path | str, empty: Path, capsys: 
     assert main(["init", "--model", str(path), "--output", "tiny.yaml"]) == 0
     settings = yaml.safe_load(Path("tiny.yaml").read_text())
     assert settings["model"] == {"path": str(path), "init": "random", "dtype": "float32"}
+    quickstart = yaml.safe_load(QUICKSTART.read_text())
+    for section, name in (("rollout", "prompts_per_step"), ("actor", "epochs"), ("algorithm", "entropy_coef")):
+        assert settings[section][name] == quickstart[section][name], "these values learn sums within 200 steps"
     assert main(["train", "--dry-run", "tiny.yaml"]) == 0
     assert main(["init", "gsm8k", "--model", str(path)]) == 2
     assert "has tokens for digits and signs only, but the prompts of gsm8k have words" in capsys.readouterr().err
