@@ -52,6 +52,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
     if chosen is not None:
         module_of(chosen).add_arguments(parsers[chosen])
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        parser.error(f"{argv[0]} is a configuration, and a command must come first; write: megappo train {argv[0]}")
     # argparse assigns positional arguments before later options, so overrides after `--weights DIR` are in `extra`.
     arguments, extra = parser.parse_known_args(argv)
     command = COMMANDS[arguments.command]
