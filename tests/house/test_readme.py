@@ -65,7 +65,8 @@ def test_links_from_the_readme_reach_every_document() -> None:
             reached.add(path)
             targets = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", path.read_text())
             pending += [(path.parent / target).resolve() for target in targets if not target.startswith("http")]
-    assert sorted(name_of(path) for path in set(DOCUMENTS) - reached) == []
+    documents_of_users = {path for path in DOCUMENTS if ".github" not in path.parts}
+    assert sorted(name_of(path) for path in documents_of_users - reached) == []
 
 
 @every(DOCUMENTS)
