@@ -225,7 +225,9 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "model_type":
         return f"{name} is {show(value)}, {_section_rule(key, value)}"
     if kind in _TYPE_RULES:
-        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value) or _example_of(key, value)}"
+        return (
+            f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value, key) or _example_of(key, value)}"
+        )
     return f"{name} is {show(value)}: {detail['msg']}"
 
 
@@ -297,10 +299,13 @@ def _example(key: Key, example: Example) -> str:
     return f", such as {in_yaml(example)}; as an override write {as_overrides(dotted(key), example)}"
 
 
-def _type_remedy(kind: str, value: JSONValue) -> str:
+def _type_remedy(kind: str, value: JSONValue, key: Key) -> str:
     """Return the replacement that follows from the value, or "" if there is none."""
     if kind == "string_type" and isinstance(value, (bool, int, float)):
-        return f"; put it in quotes: '{show(value)}'"
+        # An override of a plain setting needs no quotes, but inside a list or a mapping the shell would remove them.
+        is_inside = find_field(key) is None
+        in_shell = "; in a shell, put double quotes around the whole override" if is_inside else ""
+        return f"; put it in quotes: '{show(value)}'{in_shell}"
     if kind == "string_type" and value is None:
         return "; write a text, or leave the setting out"
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float)):

@@ -18,7 +18,7 @@ from megappo import __version__
 from megappo.config.base import Given
 from megappo.config.chat_template import read_template
 from megappo.config.explain import explain, likely_keys, unknown_keys
-from megappo.config.fields import Key, dotted, find_field, names_in, section_of
+from megappo.config.fields import Key, dotted, find_field, names_in, section_of, takes
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
 from megappo.errors import ConfigError, expanded, link_to_nothing, secret_settings, shortened, show, writing
@@ -43,9 +43,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """Read, override and validate the settings of a run.
 
     An override is `a.b.c=value`. The value is YAML, such as `critic=null`, `reference={}` or
-    `rollout.stop_token_ids=[1, 2]`. Later overrides have precedence. Sections that are missing in the file are created.
-    An override that ends in .yaml or .yml and has no `=` is another file. Each of its settings replaces the earlier
-    value.
+    `rollout.stop_token_ids=[1, 2]`. If a setting must be text, a number, true or false is the text as typed. Later
+    overrides have precedence. Sections that are missing in the file are created. An override that ends in .yaml or
+    .yml and has no `=` is another file. Each of its settings replaces the earlier value.
 
     Raises ConfigError with one sentence per problem. Secrets are reported alone, because other sentences may show
     values.
@@ -214,7 +214,17 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
             if depth < len(key) and "dict" not in str(field.annotation):
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value, not a section; remove the keys after it")
             break
-    return key, parse_value(text, shown)
+    value = parse_value(text, shown)
+    return key, text.strip() if isinstance(value, (bool, int, float)) and _is_text_only(key, depth, value) else value
+
+
+def _is_text_only(key: Key, depth: int, value: JSONValue) -> bool:
+    """Return whether `key` accepts text but not `value`. `key[:depth]` is a setting, which can be a mapping."""
+    setting = key if find_field(key) is not None else key[:depth]
+    text: JSONValue = "text"
+    for part in reversed(key[len(setting) :]):
+        text, value = {part: text}, {part: value}
+    return takes(setting, text) and not takes(setting, value)
 
 
 def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:
