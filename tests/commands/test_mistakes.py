@@ -56,7 +56,7 @@ MISTAKES = [
     ("algorithm.dual_clip=0.5", "must be above 1.0"),
     ("algorithm.target_kl=0", "must be above 0.0"),
     ("data.train=prompts.jsonl", "as an override write data.train.source=prompts.jsonl"),
-    ("data.train.source=missing.jsonl", "remove them"),
+    ("data.train.source=missing.jsonl", "check the path"),
     ("data.train.source=prompts.csv", "use FILE.jsonl, FILE.parquet, datasets:NAME, reasoning_gym:T"),
     ("data.train.prompt_field=question", "did you mean data.train.prompt_key?"),
     ("data.max_prompt_tokens=0", "the nearest is 1"),

@@ -100,7 +100,7 @@ def test_a_renamed_file_is_accepted_and_another_function_is_refused(old: Path, m
     [
         ("reward.function=mne.py:score", "reward.function 'mne.py:score': there is no file .*/mne.py; create it, or"),
         ("algorithm.estimator=mne.py:score", "algorithm.estimator 'mne.py:score': there is no file"),
-        ("data.train.source=trian.jsonl", "data file 'trian.jsonl' does not exist"),
+        ("data.train.source=trian.jsonl", "data source 'trian.jsonl' does not exist"),
         ("data.train.source=trian-*.parquet", "no file has a name like 'trian-\\*.parquet'"),
         ("model.tokenizer=/nowhere/tokens", "model.tokenizer '/nowhere/tokens': there is no such folder"),
         ("actor.start_from=/nowhere/run", "/nowhere/run does not exist"),
