@@ -54,6 +54,9 @@ _TYPE_RULES = {
     "path_type": "must be a path",
 }
 
+_BOUND_REMEDIES = {
+    "rollout.temperature": "; training needs random samples, such as with 1.0 (data.validation is always greedy)"
+}
 _OFF = ("none", "null", "off", "no", "false", "disabled", "disable")
 """Words that users write to disable a section."""
 _MISSPELT = 0.85
@@ -219,7 +222,8 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "value_error":
         return f"{name}: {detail['ctx']['error']}"
     if kind in BOUNDS:
-        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}{_as_fraction(value, detail['ctx'])}"
+        remedy = _BOUND_REMEDIES.get(name) or _as_fraction(value, detail["ctx"])
+        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}{remedy}"
     if kind == "string_too_long":
         return f"{name} is {show(value)}, must have at most {detail['ctx']['max_length']} characters"
     if kind == "model_type":

@@ -8,6 +8,8 @@ configuration first. Their absolute paths are stored.
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
 """Pairs of settings that exclude each other."""
 _PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
 """Settings of `runtime` that a run takes from its plan if the user does not set them."""
+_UNDECODED = re.compile("[\ud800-\udfff]")
+"""Bytes of a command line that Python could not decode."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 _REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _ENGINES}
 """Pairs of settings. An override of the first setting removes the second one from the file: an alternative setting, or
@@ -95,7 +99,7 @@ def _override(
 def _meant(override: str) -> list[Key]:
     """Return the settings that the user may have meant by an invalid override."""
     name, _, text = override.partition("=")
-    key = tuple(name.strip().split("."))
+    key = tuple(name.strip("+~ ").split("."))
     if find_field(key) is not None:
         return [key]
     try:
@@ -199,6 +203,13 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
     """Parse `a.b=1` into (("a", "b"), 1). Raises ConfigError if the key does not exist."""
     name, equals, text = override.partition("=")
     key, shown = tuple(name.strip().split(".")), f"override '{shortened(override)}'"
+    if _UNDECODED.search(override):
+        encoding = f"is not text in the encoding of this locale, {sys.getfilesystemencoding()}"
+        raise ConfigError(f"{shown} {encoding}; write UTF-8, and set LC_ALL=C.UTF-8")
+    if name.startswith(("+", "~")):
+        setting = name.strip("+~ ")
+        written = f"{setting}=null" if name.startswith("~") else f"{setting}={text.strip() or 'VALUE'}"
+        raise ConfigError(f"{shown} begins with an operator of Hydra; write {shortened(written)}")
     if not equals or not all(key):
         raise ConfigError(f"{shown} must have the form section.key=value, such as run.steps=10")
     if len(key) > DEEPEST_NESTING:

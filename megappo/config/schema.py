@@ -306,11 +306,10 @@ class RolloutSettings(Settings):
                 yield f"generation is {show(self.generation)}, must be an import path; write {forms}"
         elif self.generation_options:
             yield "generation_options need a function in generation, which is null; remove generation_options"
-        if self.top_p != 1.0 or self.top_k != 0:
-            yield (
-                f"top_p {self.top_p} and top_k {self.top_k} truncate the distribution, which biases the ratios; "
-                "set top_p: 1.0 and top_k: 0 and use temperature instead"
-            )
+        for name, value, unused in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0)):
+            if value != unused:
+                problem = f"{name} {value} truncates the distribution, which biases the ratios"
+                yield f"{problem}; set {name} to {unused}, and use temperature instead"
 
 
 class EvaluationSettings(Settings):

@@ -204,6 +204,10 @@ def misspelt(*, logprob: Tensor) -> Tensor:
     return {"loss": -logprob}["los"]
 
 
+def refuses(*, logprob: Tensor) -> Tensor:
+    raise ValueError("oops")
+
+
 def of_other_shapes(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
     return rewards @ rewards, rewards
 
@@ -268,9 +272,19 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((f"algorithm.policy_loss={ME}:a_sum",), ["returned shape (), must be a number per token, (4,)"]),
     ((f"algorithm.policy_loss={ME}:constant",), ["does not depend on the policy"]),
     ((f"algorithm.policy_loss={ME}:odd_metrics",), ["not tensors of shape (4,)"]),
-    ((f"algorithm.policy_loss={ME}:misspelt",), ["algorithm.policy_loss", ": it failed (KeyError: 'los'); fix it"]),
+    (
+        (f"algorithm.policy_loss={ME}:misspelt",),
+        ["algorithm.policy_loss", ": it failed (KeyError: 'los' (", "test_own_methods.py:", ")); fix it"],
+    ),
+    (
+        (f"algorithm.policy_loss={ME}:refuses",),
+        [": it failed (ValueError: oops (", "test_own_methods.py:", ")); fix it"],
+    ),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_other_shapes"), ["algorithm.estimator", ": it failed (RuntimeError: "]),
-    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"), ["TypeError: 'Tensor' object is not callable); fix"]),
+    (
+        (*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"),
+        ["TypeError: 'Tensor' object is not callable (", ")); fix it"],
+    ),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:one_tensor"), ["returned Tensor, must be (advantages, returns)"]),
     (
         (*NO_CRITIC, f"algorithm.estimator={ME}:divides_by_0"),
