@@ -299,7 +299,7 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((*NO_CRITIC, f"algorithm.estimator={ME}:scores"), ["advantages has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:sums"), ["returns has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:with_critic"), ["needs a critic", "add the section critic"]),
-    ((f"algorithm.estimator={ME}:of_groups",), ["critic is given but", "has none", "critic=null"]),
+    ((f"algorithm.estimator={ME}:of_groups",), ["critic is given but", "has none", "critic=null", "argument values"]),
     (
         (*NO_CRITIC, f"algorithm.estimator={ME}:of_groups", "rollout.samples_per_prompt=1"),
         ["compares the samples of a prompt", "set at least 2"],
