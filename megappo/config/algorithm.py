@@ -111,7 +111,7 @@ class CorrectionSettings(Settings):
 class JumpSettings(Settings):
     grad_norm_ratio: Annotated[float, Field(gt=1, le=1e9)] | None = 10.0
     """Ratio of an update's gradient norm to the median of the last 50 norms of the role. Updates above the ratio are
-    recorded. Null: off."""
+    recorded if their norm is also above the 50 norms and `optimizer.clip_grad_norm`. Null: off."""
     kl_nats: PositiveFloat | None = 0.5
     """Limit of KL(old || new) of a minibatch in nats per token, above which an actor update is recorded. Null: off."""
 
