@@ -169,7 +169,7 @@ class LambdaSettings(Settings):
 class AlgorithmSettings(Settings):
     estimator: Text = "gae"
     """Advantage estimator: `gae` (with a critic), `grpo`, `rloo`, `reinforce_plus_plus` (without a critic), or a
-    custom estimator (`package.module:function`)."""
+    custom estimator (`file.py:function` or `package.module:function`)."""
     estimator_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a custom estimator."""
     gamma: Fraction = 1.0
@@ -186,7 +186,7 @@ class AlgorithmSettings(Settings):
     """Policy loss: `clip` (PPO-clip), `penalty` (adaptive KL penalty against the old policy), `dis` (SAO: ignores
     tokens outside a band around the engine's probabilities), `cispo` (ratios as bounded weights), `gspo` (ratios of
     sequences), `sapo` (a soft gate), `dppo_tv` or `dppo_kl` (ignore tokens by their change of probability), or a
-    custom loss (`package.module:function`)."""
+    custom loss (`file.py:function` or `package.module:function`)."""
     policy_loss_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a custom policy loss."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2

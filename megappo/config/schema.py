@@ -125,7 +125,8 @@ class ModelSettings(Settings):
     init: Literal["pretrained", "random"] = "pretrained"
     """Source of the weights. `random` draws weights with `initializer_range` of config.json and the seed of the run."""
     family: Text | None = None
-    """Custom model family (`package.module:FAMILY`). The `model_type` of config.json selects the family of a model."""
+    """Custom model family (`file.py:FAMILY` or `package.module:FAMILY`).
+    The `model_type` of config.json selects the family of a model."""
     tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer. Append `@REVISION` for a revision other than `main`. Default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -157,11 +158,11 @@ class DynamicSamplingSettings(Settings):
 class RolloutSettings(Settings):
     engine: Text | None = None
     """Generation engine. `sglang`: servers for the prompts of all ranks. `transformers`: an engine inside each rank.
-    `package.module:Class`: a custom engine. Default: sglang on CUDA, transformers on a CPU."""
+    `file.py:Class` or `package.module:Class`: a custom engine. Default: sglang on CUDA, transformers on a CPU."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a custom engine."""
     generation: Text | None = None
-    """Custom function that generates responses with the engine (`package.module:function`). Default: the engine."""
+    """Custom function for generation: `file.py:function` or `package.module:function`. Default: the engine."""
     generation_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function in `generation`."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 0
