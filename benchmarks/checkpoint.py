@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.step import versions
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def main() -> int:
     place = [f"run.directory={folder}", "run.steps=1000000", "checkpoint={keep_last: 1, asynchronous: true}"]
     try:
         config = load_config(arguments.config, [*quiet, *arguments.overrides, *place])
-        config = resolve_here(config)
+        config = resolve_for_device(config)
         rows = measure(config, arguments.repeat)
     except ConfigError as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)

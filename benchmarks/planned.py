@@ -36,7 +36,7 @@ from megappo.plan.planner import make_plan, read_models
 class Row:
     """Planned and measured seconds of one size."""
 
-    words: str
+    caption: str
     machine: str
     planned: dict[str, float]
     """Seconds of each stage, and of the `step`."""
@@ -109,7 +109,7 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
             measured = row.measured[stage]
             numbers = (planned, measured, *row.spread[stage])
             ratio = f"{planned / measured:.2f}"
-            table.add_row(row.words if stage == "rollout" else "", stage, *(f"{x:.3f}" for x in numbers), ratio)
+            table.add_row(row.caption if stage == "rollout" else "", stage, *(f"{x:.3f}" for x in numbers), ratio)
     Console(width=110).print(table)
 
 

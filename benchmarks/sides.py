@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megappo.runtime.heap import trim_heap
+from megappo.runtime.allocator import trim_heap
 
 _RESET_PEAK = "5"  # value for clear_refs that resets VmHWM (proc(5))
 
@@ -80,7 +80,7 @@ class Side:
     """Log file with the output of the processes."""
     _request_time: float = field(default=0.0, init=False)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request a step."""
         self._request_time = time.perf_counter()
         for pipe in self.pipes:
@@ -95,7 +95,7 @@ class Side:
 
     def turn(self) -> Turn:
         """Request a step and wait until it is done."""
-        self.ask()
+        self.request()
         return self.answer()
 
     def await_ready(self) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 
 if TYPE_CHECKING:
     from megappo.ppo.trainer import Trainer
@@ -51,7 +51,7 @@ QUIET = ("evaluation=null", "data.validation=null", "logging.console=quiet", "lo
 def configuration(path: str, overrides: Sequence[str], directory: str) -> Config:
     """Load a configuration for a measurement with the given run directory. Raises ConfigError."""
     place = [f"run.directory={directory}", "run.export_final_model=false"]
-    return resolve_here(load_config(path, [*QUIET, *overrides, *place]))
+    return resolve_for_device(load_config(path, [*QUIET, *overrides, *place]))
 
 
 @contextmanager

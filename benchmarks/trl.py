@@ -134,7 +134,7 @@ def learn(run: Run, arguments: argparse.Namespace) -> Curve:
     with both_sides(run, arguments.ranks) as sides:
         for step in range(1, arguments.steps + 1):
             for side in sides.values():
-                side.ask()
+                side.request()
             for name, side in sides.items():
                 turns[name].append(side.answer())
             rewards_shown = (f"{name} {of_side[-1].metrics['reward']:.3f}" for name, of_side in turns.items())
@@ -166,7 +166,7 @@ class Comparison:
         return cls(trl, megappo, megappo - trl, error)
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """The comparison as a sentence."""
         errors = f"{abs(self.difference) / self.standard_error:.1f}" if self.standard_error > 0 else "no number of"
         return (
@@ -281,7 +281,7 @@ def main() -> int:
     if rows:
         print_rows(rows)
     if results["curves"]:
-        print(Comparison.of([Curve(**curve) for curve in results["curves"]]).words)
+        print(Comparison.of([Curve(**curve) for curve in results["curves"]]).sentence)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document, indent=1))
     return 0

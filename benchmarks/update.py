@@ -39,7 +39,7 @@ from benchmarks.bare_model import BareModel, Inputs, forms
 from benchmarks.step import versions
 from megappo.config import Config, ConfigError, derive_run, load_config
 from megappo.config.model_files import load_architecture, role_folder
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.objects import all_gather_objects, broadcast_object
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
@@ -263,7 +263,7 @@ def configuration(arguments: argparse.Namespace, size: Size, directory: str) -> 
     """Load the configuration with the overrides of the measurement. Raises ConfigError."""
     config = load_config(arguments.config, arguments.overrides)
     own = settings(arguments, size, has_critic=config.critic is not None)
-    return resolve_here(load_config(arguments.config, [*own, *arguments.overrides, f"run.directory={directory}"]))
+    return resolve_for_device(load_config(arguments.config, [*own, *arguments.overrides, f"run.directory={directory}"]))
 
 
 def main() -> int:

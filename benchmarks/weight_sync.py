@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def main() -> int:
             config = load_config(arguments.config, [f"run.directory={scratch}/run", *arguments.overrides])
             if arguments.simulate is not None:
                 return simulated(config, arguments)
-            config = resolve_here(config)
+            config = resolve_for_device(config)
             if not config.rollout.has_servers:
                 raise ConfigError(f"rollout.engine is '{config.rollout.engine}', must be sglang for this benchmark")
             measured = measure(config, arguments.repeat)

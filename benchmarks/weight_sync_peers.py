@@ -37,7 +37,7 @@ def gather_parameters(parts: RunComponents, parameters: Sequence[Parameter], sta
     actor, arch = parts.actor, parts.actor.arch
     assert isinstance(actor, LocalRole), "the actor must be on every rank"
     layout, grid = actor.layout, actor.placement.grid
-    local_shards = {local.entry.megatron: local.shard for local in actor.model.parameters_here()}
+    local_shards = {local.entry.megatron: local.shard for local in actor.model.local_parameters()}
     vocab = parts.derived.actor.padded_vocab_size
     dtype, device = parts.weights.dtype, parts.runtime.device
     shards, waits = [], []

@@ -159,9 +159,22 @@ named_interpreter() { # prints the absolute path of the file in MEGAPPO_PYTHON
     echo "$(CDPATH="" cd -- "$(dirname "$file")" && pwd)/${file##*/}"
 }
 
+check_packages() { # interpreter: whether the packages of every command are installed; imports none of them
+    local missing
+    missing=$("$1" -c "from importlib.util import find_spec
+names = 'megappo torch megatron transformers pydantic yaml rich'.split()
+print('missing:', ', '.join(name for name in names if find_spec(name) is None))" 2>/dev/null) || true
+    [[ $missing != "missing: "?* ]] || {
+        echo "megappo: error: MEGAPPO_PYTHON is '$1', which has no ${missing#missing: }; run '$1 -m pip install .' in the" \
+            "repository, or unset MEGAPPO_PYTHON" >&2
+        return 2
+    }
+}
+
 ensure_environment() { # full, light, or light-alone (light, even if a full environment exists)
     if [ -n "${MEGAPPO_PYTHON:-}" ]; then
         MEGAPPO_PYTHON=$(named_interpreter) || exit 2
+        check_packages "$MEGAPPO_PYTHON" || exit 2
         export MEGAPPO_PYTHON # the scripts call this file instead of `python`
         PATH="$(dirname "$MEGAPPO_PYTHON"):$PATH" # for tools of the environment, such as ruff
         return
@@ -175,7 +188,11 @@ ensure_environment() { # full, light, or light-alone (light, even if a full envi
         python=$(find_python light) || exit 2
         folder=$base/environment-$(environment_hash light "$python")
     fi
-    (umask_for_own && mkdir -p "$base")
+    (umask_for_own && mkdir -p "$base" 2>/dev/null) && { [ -w "$base" ] || [ -e "$folder.lock" ]; } || {
+        echo "megappo: error: the folder of the environments, $base, cannot be created or written; set MEGAPPO_CACHE to a" \
+            "folder in which you can write" >&2
+        exit 2
+    }
     check_environment_owner "$base" "$folder" "$folder/bin" || exit 2
     environment_lock "$folder"
     take_environment_lock -s || exit 2

@@ -20,6 +20,7 @@ done
     usage "--head is '$head', must be HOST:PORT of one of the machines, or [ADDRESS]:PORT for IPv6"
 processes=$1
 shift
+[[ ${1:-.yaml} != *.y*ml ]] || usage "the command is missing; write $processes train ${1:-CONFIG}"
 # torchrun reads missing options from these variables. Schedulers such as Kubeflow set them.
 if [ "${PET_NNODES:-1}" != 1 ] && [ "${PET_NNODES:-1}" != 1:1 ] && [ "${PET_NNODES:-1}" != "$nodes" ]; then
     usage "PET_NNODES is '$PET_NNODES', and --nodes is $nodes; give --nodes and --head, or unset PET_NNODES"

@@ -6,7 +6,7 @@ import sys
 
 from megappo.commands import COMMANDS
 from megappo.observe.streams import flush_output, prepare_streams
-from megappo.runtime.heap import collect_as_usual, put_off_collections, with_room_for_frames
+from megappo.runtime.allocator import collect_as_usual, put_off_collections, with_room_for_frames
 
 
 def start() -> int:

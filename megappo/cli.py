@@ -52,6 +52,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
     if chosen is not None:
         module_of(chosen).add_arguments(parsers[chosen])
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        parser.error(f"{argv[0]} is a configuration, and a command must come first; write: megappo train {argv[0]}")
     # argparse assigns positional arguments before later options, so overrides after `--weights DIR` are in `extra`.
     arguments, extra = parser.parse_known_args(argv)
     command = COMMANDS[arguments.command]
@@ -85,7 +87,7 @@ def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
 
 
 def _report(verdict: Verdict) -> None:
-    from megappo.runtime.launchers import is_main, tell_torchrun
+    from megappo.runtime.launchers import is_main, write_torchrun_error
     from megappo.runtime.waiting import pause
 
     waits = not is_main(os.environ) and verdict.code == USER_ERROR
@@ -93,5 +95,5 @@ def _report(verdict: Verdict) -> None:
     sentences = [f"megappo: error{place}: {problem}" for problem in verdict.sentences]
     if waits:  # meanwhile the launcher ends this process with the error of rank 0
         pause(RANK_0_SPEAKS_WITHIN)
-    if sentences and not tell_torchrun(os.environ, sentences, verdict.code):
+    if sentences and not write_torchrun_error(os.environ, sentences, verdict.code):
         print("\n".join(sentences), file=sys.stderr)

@@ -279,10 +279,10 @@ ALIKE = 0.5
 
 def nearest_word(word: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
     """Return the choice most similar to `word`, or None if no similarity reaches `cutoff` (0 to 1)."""
-    return next(iter(nearest_words(word, choices, 1, cutoff)), None)
+    return next(iter(nearest_choices(word, choices, 1, cutoff)), None)
 
 
-def nearest_words(word: str, choices: Iterable[str], most: int, cutoff: float = 0.0) -> list[str]:
+def nearest_choices(word: str, choices: Iterable[str], most: int, cutoff: float = 0.0) -> list[str]:
     """Return the `most` choices that are most similar to `word`, in descending order. See `nearest_word`."""
     by_lower = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(word[:_SHOWN_CHARACTERS].lower(), by_lower, n=most, cutoff=cutoff)

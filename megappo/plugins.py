@@ -54,7 +54,7 @@ def _is_ours(error: BaseException) -> bool:
     return files[-1].startswith((_MEGAPPO, _KERNELS))
 
 
-def failure_words(error: BaseException, characters: int = 300) -> str:
+def failure_text(error: BaseException, characters: int = 300) -> str:
     """Return an error of a user's code on one line: the type, the message, and `file:line` if known."""
     text, line = f"{type(error).__name__}: {reason(error, characters)}", raised_at(error)
     return f"{shortened(text, max(characters - len(line) - 3, 60))} ({line})" if line else shortened(text, characters)

@@ -152,9 +152,9 @@ def _layer_variants() -> Iterator[Variant]:
             operands = dict.fromkeys(wide, kind)
             yield _variant(kernel, {"WEIGHTED": weighted}, sizes, layers.WARPS, stages=3, **operands)
         operands = {"x": kind, "out": kind, "cosine": "*fp32", "sine": "*fp32"}
-        for back in (False, True):
+        for inverse in (False, True):
             sizes = {"HEADS": layers.HEADS, "HALF": 64}
-            switches = {"BACK": back}
+            switches = {"BACK": inverse}
             yield _variant(layers.rotation_kernel, switches, sizes, layers.ROTATION_WARPS, stages=3, **operands)
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-Kept = TypeVar("Kept")
+Saved = TypeVar("Saved")
 
 
 class Context(Protocol):
@@ -23,7 +23,7 @@ class Context(Protocol):
         """Set whether backward receives zeros instead of None for unused gradients."""
 
 
-class ContextWith(Context, Protocol[Kept]):
-    """Context of a function that also saves `kept`, which is not a tensor."""
+class ContextWith(Context, Protocol[Saved]):
+    """Context of a function that also saves `saved`, which is not a tensor."""
 
-    kept: Kept
+    saved: Saved

@@ -45,7 +45,7 @@ class _Clamped(torch.autograd.Function):
         ctx: ContextWith[tuple[float, float]], gate_up: Tensor, weights: Tensor, alpha: float, limit: float
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
-        ctx.kept = alpha, limit
+        ctx.saved = alpha, limit
         gate, up = gate_up.to(_wide(gate_up.dtype)).chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         product = (up.clamp(-limit, limit) + 1).mul_(gate).mul_(torch.sigmoid(alpha * gate))
@@ -55,7 +55,7 @@ class _Clamped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: ContextWith[tuple[float, float]], grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
-        alpha, limit = ctx.kept
+        alpha, limit = ctx.saved
         wide_grad, wide_gate_up = (x.to(_wide(gate_up.dtype)) for x in (grad, gate_up))
         gate, up = wide_gate_up.chunk(2, dim=-1)
         below, within = gate < limit, up.abs() < limit

@@ -67,7 +67,7 @@ class _SwiGLU(torch.autograd.Function):
         gate_up_TG = gate_up.contiguous().view(-1, gate_up.shape[-1])
         weights_T = None if weights is None else weights.contiguous().view(-1)
         ctx.save_for_backward(gate_up_TG, weights_T)
-        ctx.kept = gate_up.shape, None if weights is None else weights.shape
+        ctx.saved = gate_up.shape, None if weights is None else weights.shape
         return launch_swiglu(gate_up_TG, weights_T).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
     @staticmethod
@@ -76,7 +76,7 @@ class _SwiGLU(torch.autograd.Function):
         from megappo_kernels.gpu.layers import launch_swiglu_gradient
 
         gate_up_TG, weights_T = ctx.saved_tensors
-        shape, shape_of_weights = ctx.kept
+        shape, shape_of_weights = ctx.saved
         grad_TF = grad.contiguous().view(-1, grad.shape[-1])
         of_gate_up, of_weights = launch_swiglu_gradient(grad_TF, gate_up_TG, weights_T)
         return of_gate_up.view(shape), None if of_weights is None or shape_of_weights is None else of_weights.view(
@@ -132,19 +132,19 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Context, x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor) -> Tensor:
         angles = cosine_T1D.contiguous(), sine_T1D.contiguous()
         ctx.save_for_backward(*angles)
-        return _turned(x_THD, *angles, back=False)
+        return _turned(x_THD, *angles, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_THD: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(grad_THD, *ctx.saved_tensors, back=True), None, None
+        return _turned(grad_THD, *ctx.saved_tensors, inverse=True), None, None
 
 
-def _turned(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, back: bool) -> Tensor:
+def _turned(x_THD: Tensor, cosine_T1D: Tensor, sine_T1D: Tensor, *, inverse: bool) -> Tensor:
     from megappo_kernels.gpu.layers import launch_rotation
 
     side_by_side = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
-    return launch_rotation(side_by_side, cosine_T1D, sine_T1D, back=back)
+    return launch_rotation(side_by_side, cosine_T1D, sine_T1D, inverse=inverse)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

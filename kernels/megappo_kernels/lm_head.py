@@ -198,13 +198,13 @@ class _LinearLogprob(torch.autograd.Function):
         stats_4T = head_statistics(hidden_TH, weight_VH, local_labels_T, shard, entropy=entropy)
         stats_4T = merge_statistics(stats_4T, shard.group)
         ctx.save_for_backward(hidden_TH, weight_VH, local_labels_T, stats_4T)
-        ctx.kept = shard, reduce_hidden, entropy
+        ctx.saved = shard, reduce_hidden, entropy
         ctx.set_materialize_grads(False)
         return logprob_and_entropy(stats_4T, entropy=entropy)
 
     @staticmethod
     def backward(ctx: ContextWith[tuple[HeadShard, bool, bool]], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        shard, reduce_hidden, has_entropy = ctx.kept
+        shard, reduce_hidden, has_entropy = ctx.saved
         grad_logprob_T, grad_entropy_T = grads[0], grads[1] if has_entropy else None
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 6

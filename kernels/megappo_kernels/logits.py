@@ -88,13 +88,13 @@ class _LogitsLogprob(torch.autograd.Function):
             )
         stats_4T = merge_statistics(stats_4T, shard.group)
         ctx.save_for_backward(logits_TV, local_labels_T, stats_4T)
-        ctx.kept = shard, entropy, inplace
+        ctx.saved = shard, entropy, inplace
         ctx.set_materialize_grads(False)
         return logprob_and_entropy(stats_4T, entropy=entropy)
 
     @staticmethod
     def backward(ctx: ContextWith[tuple[HeadShard, bool, bool]], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        shard, has_entropy, inplace = ctx.kept
+        shard, has_entropy, inplace = ctx.saved
         grad_logprob_T, grad_entropy_T = grads[0], grads[1] if has_entropy else None
         if grad_logprob_T is None and grad_entropy_T is None:
             return (None,) * 5

@@ -296,9 +296,11 @@ class Objective:
 
     def settings(self) -> NamedTuple:
         """Return the settings `s` of the formula, with functions instead of names."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {n: named_function(n, x) if n in FUNCTIONS and isinstance(x, str) else x for n, x in given.items()}
-        settings: NamedTuple = _tuple_type(f"{type(self).__name__}Settings", tuple(found))(**found)
+        fields_by_name = {field.name: getattr(self, field.name) for field in fields(self)}
+        resolved = {
+            n: named_function(n, x) if n in FUNCTIONS and isinstance(x, str) else x for n, x in fields_by_name.items()
+        }
+        settings: NamedTuple = _tuple_type(f"{type(self).__name__}Settings", tuple(resolved))(**resolved)
         return settings
 
 
@@ -379,8 +381,8 @@ def inputs_of(formula: Callable[..., Contribution]) -> dict[str, bool]:
 
 def metric_kind(name: str) -> str:
     """Return the aggregation of a metric. Metrics without a declaration use the mean."""
-    found = POLICY_METRICS.get(name) or VALUE_METRICS.get(name)
-    return found.kind if found is not None else "mean"
+    metric = POLICY_METRICS.get(name) or VALUE_METRICS.get(name)
+    return metric.kind if metric is not None else "mean"
 
 
 def taken_by(function: Callable[..., Numbers], offered: Sequence[str]) -> tuple[str, ...]:

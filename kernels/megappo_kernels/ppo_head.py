@@ -165,13 +165,13 @@ class _WithGradients(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         ctx.save_for_backward(weight_VH)
-        ctx.kept = results, options
+        ctx.saved = results, options
         return results.loss.clone()
 
     @staticmethod
     def backward(ctx: ContextWith[tuple[_Forward, _Options]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight_VH,) = ctx.saved_tensors
-        results, options = ctx.kept
+        results, options = ctx.saved
         if results.gradients is None:
             raise RuntimeError("the gradients of ppo_head_loss were already used; call ppo_head_loss again")
         (grad_hidden_TH, grad_weight_VH), results.gradients = results.gradients, None

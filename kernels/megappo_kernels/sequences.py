@@ -62,12 +62,12 @@ class _SumOver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: ContextWith[dist.ProcessGroup | None], x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.kept = group
+        ctx.saved = group
         return _summed(x, group)
 
     @staticmethod
     def backward(ctx: ContextWith[dist.ProcessGroup | None], *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.kept), None
+        return _summed(grads[0], ctx.saved), None
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

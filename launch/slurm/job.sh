@@ -15,7 +15,6 @@ fail() {
 # address of rank 0. PLACE contains srun's options for the nodes of the trainers. By default these are all nodes of the job.
 # A script may change PLACE and NODES.
 prepare_job() {
-    [[ $ROOT == */megappo/shipped ]] || cd "$ROOT" # runs do not belong in a folder of pip
     PLACE=()
     [[ $MEGAPPO_LAUNCHER =~ ^(srun|torchrun)$ ]] || fail "MEGAPPO_LAUNCHER is '$MEGAPPO_LAUNCHER', must be srun or torchrun"
     NODES=$SLURM_JOB_NUM_NODES
@@ -90,12 +89,13 @@ container_command() {
         return
     fi
     local mounts="$ROOT:$ROOT,$LOGS:$LOGS${MEGAPPO_CONTAINER_MOUNTS:+,$MEGAPPO_CONTAINER_MOUNTS}"
+    [ "$PWD" = "$ROOT" ] || mounts="$PWD:$PWD,$mounts"
     case $MEGAPPO_CONTAINER_RUNTIME in
         pyxis)
-            SRUN_CONTAINER=("--container-image=$MEGAPPO_CONTAINER" "--container-mounts=$mounts" "--container-workdir=$ROOT")
+            SRUN_CONTAINER=("--container-image=$MEGAPPO_CONTAINER" "--container-mounts=$mounts" "--container-workdir=$PWD")
             ;;
         apptainer)
-            IN_CONTAINER=(apptainer exec --bind "$mounts" --pwd "$ROOT")
+            IN_CONTAINER=(apptainer exec --bind "$mounts" --pwd "$PWD")
             [ -z "${SLURM_GPUS_ON_NODE:-}" ] || IN_CONTAINER+=(--nv)
             IN_CONTAINER+=("$MEGAPPO_CONTAINER")
             ;;

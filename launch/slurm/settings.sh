@@ -11,7 +11,7 @@ MEGAPPO_CONDA=${MEGAPPO_CONDA:-}
 # Image in which all ranks run, and its runtime: pyxis or apptainer.
 MEGAPPO_CONTAINER=${MEGAPPO_CONTAINER:-}
 MEGAPPO_CONTAINER_RUNTIME=${MEGAPPO_CONTAINER_RUNTIME:-pyxis}
-# Additional folders of the image (the repository and the logs are always mounted): FROM:TO,FROM:TO.
+# Additional folders of the image (the repository, the folder of the job and the logs are always mounted): FROM:TO,FROM:TO.
 MEGAPPO_CONTAINER_MOUNTS=${MEGAPPO_CONTAINER_MOUNTS:-}
 # File with exports of the site (NCCL_SOCKET_IFNAME, HF_HOME, ...). Every rank sources the file, which may read unset
 # variables.
@@ -21,7 +21,7 @@ MEGAPPO_LAUNCHER=${MEGAPPO_LAUNCHER:-srun}
 # Default: sbatch's --ntasks-per-node, otherwise one rank per GPU of a node, otherwise 1. With torchrun and one task per
 # node, the default is the number of GPUs.
 MEGAPPO_RANKS_PER_NODE=${MEGAPPO_RANKS_PER_NODE:-}
-# Folder of the logs, relative to the repository. Each job has a subfolder.
+# Folder of the logs, relative to the folder of the job. Each job has a subfolder.
 MEGAPPO_LOGS=${MEGAPPO_LOGS:-logs}
 # yes: `megappo doctor` first runs on all ranks, and the job ends if the doctor reports a broken check.
 MEGAPPO_DOCTOR=${MEGAPPO_DOCTOR:-yes}

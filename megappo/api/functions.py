@@ -21,7 +21,7 @@ def plan(
     *,
     machine: str | os.PathLike[str] | None = None,
     gpus: int | None = None,
-    beside: str | os.PathLike[str] | None = None,
+    models_folder: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Compute the requirements of a configuration: bytes of each rank and seconds of each stage. Runs in one process
     without GPUs, before the run starts.
@@ -37,7 +37,7 @@ def plan(
     """
     from megappo.plan.planner import planning
 
-    return planning(config, machine, gpus, beside).plan
+    return planning(config, machine, gpus, models_folder).plan
 
 
 def train(config: Config) -> Path:

@@ -55,7 +55,7 @@ class _Entry:
 
 
 def _entries(model: RoleModel) -> Iterator[_Entry]:
-    yield from map(_Entry, model.trained_here())
+    yield from map(_Entry, model.local_trained())
     last = model.chunks[-1]
     if last.post_process and model.is_critic:
         for name, parameter in zip(VALUE_HEAD, (last.output_layer.weight, last.output_layer.bias), strict=True):

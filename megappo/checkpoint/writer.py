@@ -135,7 +135,7 @@ class CheckpointWriter:
             self._failure = error
         except BaseException as error:  # noqa: BLE001 - as above, but the other ranks wait for this rank
             self._failure = error
-            self._runtime.failures.tell(error)
+            self._runtime.failures.report(error)
 
     def _write(self, snapshot: Snapshot) -> None:
         final = files.step_folder(self._directory, snapshot.step)

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="gsm8k, math, dapo (with AIME 2024) or countdown")
     parser.add_argument("out", metavar="OUT", type=path_option, help="folder for the parquet files, such as data/gsm8k")
     parser.add_argument(
-        "--from", dest="given", metavar="PATH", type=path_option, help="downloaded file or folder, instead of the hub"
+        "--from", dest="source", metavar="PATH", type=path_option, help="downloaded file or folder, instead of the hub"
     )
     parser.add_argument("--seed", default="0", metavar="N", help="seed of countdown (default: %(default)s)")
     parser.add_argument("--count", default="10000", metavar="N", help="training puzzles of countdown (%(default)s)")
@@ -29,6 +29,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     seed = whole_option("--seed", arguments.seed, 0, _LARGEST_SEED)
     count = whole_option("--count", arguments.count, 1, _MOST_PUZZLES)
-    given = None if arguments.given is None else Path(arguments.given)
-    for sentence in prepare(arguments.name, Path(arguments.out), given=given, seed=seed, count=count):
+    source = None if arguments.source is None else Path(arguments.source)
+    for sentence in prepare(arguments.name, Path(arguments.out), source=source, seed=seed, count=count):
         print(sentence, flush=True)

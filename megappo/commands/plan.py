@@ -11,7 +11,7 @@ from megappo.commands import add_config_arguments, add_machine_arguments, ranks_
 from megappo.config import ConfigError, load_config
 from megappo.plan.choices import choices
 from megappo.plan.engines import other_engine
-from megappo.plan.planner import models_beside, planning
+from megappo.plan.planner import local_models_folder, planning
 from megappo.plan.search import best_layouts, remedy
 from megappo.plan.tables import plan_view, search_view, to_json
 from megappo.runtime.packages import show_torch
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if config.model.trust_remote_code:
         show_torch()
     requested_gpus = ranks_option("--gpus", arguments.gpus)
-    proposed = planning(config, arguments.machine, requested_gpus, models_beside(arguments.config))
+    proposed = planning(config, arguments.machine, requested_gpus, local_models_folder(arguments.config))
     models, machine, gpus = proposed.models, proposed.machine, proposed.gpus
     console = Console(file=sys.stdout)  # rich detects the encoding of a file only if the file is given
     if arguments.search:

@@ -36,10 +36,10 @@ from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import Server, start_server
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.plan.inputs import NO_FLOAT32, unserved
 from megappo.preflight.inputs import read_tokens
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.device import device_bytes, runs_on_cuda
 from megappo.runtime.keys import key_of
 from megappo.runtime.sglang_cpu import require_sglang
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(config.rollout.servers.nodes, config.rollout.servers.node_ranks)
         return
     service = make_service(
-        resolve_here(config),
+        resolve_for_device(config),
         host=arguments.host,
         port=whole_option("--port", arguments.port, 0, 65535),
         index=whole_option("--index", arguments.index, 0, 2**31 - 1),
@@ -164,11 +164,11 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
     spec = ServerSpec.of(config, folder, stops, on_cuda=on_cuda, device_bytes=device_bytes())
     # The number of concurrent sequences depends on the clients.
     spec = replace(spec, host=host, memory_saver=False, seed=index, cache=replace(spec.cache, sequences=None))
-    key = key_of(KEY_VARIABLE) or kept_key(spec.log_directory)
+    key = key_of(KEY_VARIABLE) or shared_key(spec.log_directory)
     return Service(_placed(spec), port or free_port(host), key, index, linger_seconds)
 
 
-def kept_key(folder: Path) -> str:
+def shared_key(folder: Path) -> str:
     """Return the key of a run's servers if the environment has none. The first server creates the key in a file that
     only its owner can read.
 
@@ -185,7 +185,7 @@ def kept_key(folder: Path) -> str:
         os.unlink(made)
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"others can read {path}, which holds the servers' key; remove it, and a new one is made")
-    tell(f"{KEY_VARIABLE} is empty, so the key is the one in {path}; export {KEY_VARIABLE}=$(cat {path})")
+    show_message(f"{KEY_VARIABLE} is empty, so the key is the one in {path}; export {KEY_VARIABLE}=$(cat {path})")
     return path.read_text()
 
 

@@ -15,7 +15,7 @@ from megappo.config.misspelt import SHORTEST, misspelt_word
 from megappo.config.other_names import counterpart
 from megappo.config.reference import SettingFacts, sections
 from megappo.config.schema import Config
-from megappo.errors import ConfigError, first_of, nearest_words
+from megappo.errors import ConfigError, first_of, nearest_choices
 
 if TYPE_CHECKING:
     from megappo.observe.metric_docs import MetricDoc
@@ -137,7 +137,7 @@ def _metric(name: str) -> str:
     key = documented(name)
     if key is None:
         group = name.partition("/")[0]
-        near = nearest_words(name, metrics, _MOST_NAMED, cutoff=_ALIKE)
+        near = nearest_choices(name, metrics, _MOST_NAMED, cutoff=_ALIKE)
         near = near or [metric for metric in metrics if metric.startswith(f"{group}/")]
         hint = f"there are {', '.join(near)}" if near else "megappo/observe/README.md lists all metrics"
         raise ConfigError(f"there is no metric '{name}'; {hint}")

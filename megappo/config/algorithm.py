@@ -11,11 +11,11 @@ from megappo.algo.aggregation import Aggregation
 from megappo.algo.estimators import NAMES
 from megappo.config.base import (
     Fraction,
-    Given,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Settings,
+    SettingValue,
     Text,
     rule_of_one,
 )
@@ -123,7 +123,7 @@ def _is_fraction(value: object) -> bool:
 def _number_or(form: str, *keys: str) -> BeforeValidator:
     """Return a validator of a number or a section. A number expands to a section with the number in each of `keys`."""
 
-    def read(value: Given) -> Given | dict[str, Given]:
+    def read(value: SettingValue) -> SettingValue | dict[str, SettingValue]:
         if _is_fraction(value):
             return dict.fromkeys(keys, value)
         if isinstance(value, Mapping | Settings):

@@ -12,7 +12,7 @@ from megappo.errors import expanded
 
 LARGEST_WORLD = 1 << 14
 """Maximum number of ranks of a run."""
-Given = TypeVar("Given")
+SettingValue = TypeVar("SettingValue")
 """Type of a value from the user. A validator returns the value unchanged or replaces it."""
 _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4095, 255  # limits of Linux
 

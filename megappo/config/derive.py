@@ -25,7 +25,7 @@ from megappo.config.rules.in_flight import in_flight_rules
 from megappo.config.rules.layouts import coverage_rules, parallel_rules, placement_rules, vocabulary_rules
 from megappo.config.rules.metrics import keep_best_rules
 from megappo.config.rules.role_spec import RoleSpec
-from megappo.config.rules.rollout import engine_rules, kept_rules, length_rules
+from megappo.config.rules.rollout import engine_rules, length_rules, sampling_rules
 from megappo.config.rules.sections import section_rules
 from megappo.config.rules.servers import server_rules
 from megappo.config.schema import Config
@@ -173,7 +173,7 @@ def _problems(
     different = {n: r.shape for n, r in shaped.items() if n == "actor" or r.shape != roles[0].shape}
     yield from length_rules(config, different)
     yield from engine_rules(config)
-    yield from kept_rules(config)
+    yield from sampling_rules(config)
     yield from in_flight_rules(config, roles[0].shape)
     yield from experience_rules(config, steps)
     yield from environment_rules(config)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from megappo.config.base import (
-    Given,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -16,6 +15,7 @@ from megappo.config.base import (
     Ranks,
     Seconds,
     Settings,
+    SettingValue,
     Text,
 )
 from megappo.errors import expanded_values
@@ -31,7 +31,7 @@ LEAST_REQUEST_SECONDS = 1800.0
 """Minimum seconds without an answer before a server's progress is checked. The plan can require a longer time."""
 
 
-def _variables(value: Given) -> Given | dict[str, Any]:
+def _variables(value: SettingValue) -> SettingValue | dict[str, Any]:
     """Convert numbers in a mapping to text, because environment variables are text."""
     if not isinstance(value, dict):
         return value
@@ -147,7 +147,7 @@ class SGLangSettings(Settings):
         return self.placement == "colocated" and self.tensor_parallel > 1 and self.verify and even
 
     @property
-    def holds(self) -> bool:
+    def keeps_requests(self) -> bool:
         """Whether servers keep running requests during a weight sync."""
         return self.pause != "abort"
 
@@ -172,7 +172,7 @@ class SGLangSettings(Settings):
         """Number of ranks of a server on each of its machines."""
         return max(1, self.tensor_parallel // self.nodes)
 
-    def held_tokens(self, *, on_cuda: bool) -> int | None:
+    def cache_tokens(self, *, on_cuda: bool) -> int | None:
         """Return the number of tokens in a server's key-value cache. None means the number from `memory_fraction`."""
         return self.max_total_tokens or (None if on_cuda else CPU_TOKENS)
 

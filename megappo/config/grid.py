@@ -165,6 +165,6 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
 
 
-def rank_words(ranks: Sequence[int]) -> str:
+def format_rank_list(ranks: Sequence[int]) -> str:
     """Format ranks as in `rank 6` or `ranks 0-3, 6`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"

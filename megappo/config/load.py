@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo import __version__
-from megappo.config.base import Given
+from megappo.config.base import SettingValue
 from megappo.config.chat_template import read_template
 from megappo.config.explain import explain, likely_keys, unknown_keys
 from megappo.config.fields import Key, dotted, find_field, names_in, section_of, takes
@@ -248,7 +248,7 @@ def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:
     return _with_own_file(value, folder)
 
 
-def _with_own_file(value: Given, folder: Path) -> Given | str:
+def _with_own_file(value: SettingValue, folder: Path) -> SettingValue | str:
     if not isinstance(value, str) or (file := own_file(value)) is None:
         return value
     path = next((place for place in (folder / file, file) if place.is_file()), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megappo.errors import nearest_word, nearest_words
+from megappo.errors import nearest_choices, nearest_word
 
 _WHOLE, _PART, _WORD = 0.85, 0.6, 0.7
 """Minimum similarity (difflib's ratio) of names that differ by a typo, of candidates, and of words in two names."""
@@ -21,7 +21,7 @@ def misspelt_word(name: str, known: Iterable[str], shortest: int = 0) -> str | N
     """
     if len(name) < shortest:
         return None
-    for candidate in nearest_words(name, known, 5, cutoff=_PART):
+    for candidate in nearest_choices(name, known, 5, cutoff=_PART):
         candidate_parts = candidate.split("_")
         own = [word for word in name.lower().split("_") if word]
         fitting = sum(nearest_word(word, candidate_parts, cutoff=_WORD) is not None for word in own)

@@ -11,7 +11,6 @@ from megappo.config.base import (
     LARGEST_WORLD,
     Decay,
     Fraction,
-    Given,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -19,6 +18,7 @@ from megappo.config.base import (
     PositiveInt,
     Ranks,
     Settings,
+    SettingValue,
 )
 from megappo.config.grid import Grid
 from megappo.errors import show
@@ -33,7 +33,7 @@ def _are_different_texts(value: object) -> TypeGuard[list[str]]:
     return len(set(value)) == len(value)
 
 
-def _check_pipeline_layers(value: Given) -> Given:
+def _check_pipeline_layers(value: SettingValue) -> SettingValue:
     """Check `pipeline_layers` and raise a single error. A union type would report an error for each of its members."""
     if value in ("auto", "balanced"):
         return value
@@ -48,7 +48,7 @@ PipelineLayers = Annotated[
 ]
 
 
-def _all_or_names(value: Given) -> Given:
+def _all_or_names(value: SettingValue) -> SettingValue:
     """Check LoRA targets and raise a single error. A union type would report an error for each of its members."""
     if value == "all" or (value and _are_different_texts(value)):
         return value
@@ -186,7 +186,7 @@ class OptimizerSettings(Settings):
             yield f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}; lower it"
 
 
-def _all_or_parts(value: Given) -> Given | dict[str, Given]:
+def _all_or_parts(value: SettingValue) -> SettingValue | dict[str, SettingValue]:
     """Expand `true` or `false` to all parts of a role."""
     return dict.fromkeys(OffloadSettings.model_fields, value) if isinstance(value, bool) else value
 
@@ -330,7 +330,7 @@ class ActorSettings(TrainedRoleSettings):
     """AdamW and its schedule. The default learning rate is 1e-6, as in DAPO, Open-Reasoner-Zero and verl."""
 
 
-def _one_or_several(value: Given) -> tuple[str, ...]:
+def _one_or_several(value: SettingValue) -> tuple[str, ...]:
     """Check `freeze` and raise a single error. A union type would report an error for each of its members."""
     names = [value] if isinstance(value, str) else value
     if _are_different_texts(names) and len(names) <= _MOST_PATTERNS:
@@ -376,7 +376,7 @@ class CriticSettings(TrainedRoleSettings):
     """Not null: value pretraining on saved experience. The run starts no engine and does not update the actor."""
 
 
-def _weights_alone(value: Given) -> Given | dict[str, Given]:
+def _weights_alone(value: SettingValue) -> SettingValue | dict[str, SettingValue]:
     return {"weights": value} if isinstance(value, bool) else value
 
 

@@ -35,13 +35,11 @@ def training_line(nodes: int, per_node: int, arguments: Sequence[str]) -> str:
 
 
 def sbatch_line(nodes: int, per_node: int, config: Path) -> str:
-    """Return a line that submits a run to SLURM. The job of a clone runs in the clone's folder, so the line has
-    absolute paths if the working directory is a different folder."""
+    """Return a line that submits a run to SLURM. The job runs in the working directory of this process."""
     root, script = shipped_file(), shipped_file("launch", "slurm", "ppo.sbatch")
-    in_clone, is_installed = root == Path.cwd(), root.name == "shipped"
-    file = config if in_clone or is_installed else config.absolute()
-    arguments = ["sbatch", "--nodes", str(nodes), "--gpus-per-node", str(per_node), _shown(script), str(file)]
-    return shlex.join(arguments) if in_clone else f"MEGAPPO_ROOT={shlex.quote(str(root))} {shlex.join(arguments)}"
+    arguments = ["sbatch", "--nodes", str(nodes), "--gpus-per-node", str(per_node), _shown(script), str(config)]
+    variable = "" if root == Path.cwd() else f"MEGAPPO_ROOT={shlex.quote(str(root))} "
+    return f"{variable}{shlex.join(arguments)}"
 
 
 def _megappo() -> str:

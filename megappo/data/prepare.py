@@ -128,7 +128,7 @@ SETS: dict[str, tuple[Split, ...]] = {
 COUNTDOWN = "countdown"
 
 
-def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, count: int = 10_000) -> Iterator[str]:
+def prepare(name: str, out: Path, *, source: Path | None = None, seed: int = 0, count: int = 10_000) -> Iterator[str]:
     """Write the files of a data set to the folder `out`. Yield a sentence for each file.
 
     Args:
@@ -141,8 +141,8 @@ def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, c
     Raises ValueError if the name is unknown, if files cannot be fetched, or if rows do not fit the data set.
     """
     if name == COUNTDOWN:
-        if given is not None:
-            raise ValueError(f"countdown is generated from a seed and reads no file; remove --from {given}")
+        if source is not None:
+            raise ValueError(f"countdown is generated from a seed and reads no file; remove --from {source}")
         rows = puzzles(count + TEST_PUZZLES, seed)
         yield _write(out / "train.parquet", islice(rows, count))
         yield _write(out / "test.parquet", rows)
@@ -151,7 +151,7 @@ def prepare(name: str, out: Path, *, given: Path | None = None, seed: int = 0, c
         known = [*SETS, COUNTDOWN]
         near = nearest_word(name, known)
         raise ValueError(f"there is no data set {shown(name)}; the nearest of {either(known)} is {near}")
-    for split, files in list(_located(name, given)):
+    for split, files in list(_located(name, source)):
         yield _write(out / f"{split.name}.parquet", split.converted(_rows(files), split))
 
 

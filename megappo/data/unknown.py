@@ -18,7 +18,7 @@ def unknown_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return None if token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id) else token_id
 
 
-def unknown_words(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> str:
+def unknown_token_warning(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a sentence about unknown tokens in the prompts of a source, or "" without unknown tokens."""
     token_id = unknown_token_id(tokenizer)
     if token_id is None:

@@ -142,7 +142,7 @@ def differing_settings(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a finding if machines have different NCCL settings for the same group."""
     nccl_findings = [finding for finding in findings if finding.check == NCCL]
     if len(nccl_findings) > 1:
-        text = "; ".join(f"{', '.join(f.machines)}: {f.words.partition(', ')[0]}" for f in nccl_findings)
+        text = "; ".join(f"{', '.join(f.machines)}: {f.text.partition(', ')[0]}" for f in nccl_findings)
         yield broken(NCCL, f"machines differ ({text})", "export the same values on all machines")
 
 

@@ -21,7 +21,7 @@ class Finding:
     state: State
     """State of the check. With `slow`, a run works, but is slower or less safe than possible. With `broken`, a run
     fails."""
-    words: str
+    text: str
     """Description of the result with its units."""
     remedy: str = ""
     """Remedy; empty for the state `fine`."""
@@ -30,7 +30,7 @@ class Finding:
 
     def sentence(self, where: str = "") -> str:
         """Return the description, `where` and the remedy as one sentence."""
-        return f"{self.words}{where}; {self.remedy}" if self.remedy else f"{self.words}{where}"
+        return f"{self.text}{where}; {self.remedy}" if self.remedy else f"{self.text}{where}"
 
     def line(self, all_machines: int = 1) -> str:
         """Return the finding as one line."""
@@ -84,7 +84,7 @@ def merge(findings_of_machines: Iterable[tuple[str, Sequence[Finding]]]) -> list
             if machine not in names:
                 names.append(machine)
     order = {check: n for n, check in enumerate(dict.fromkeys(finding.check for finding in machines_of))}
-    merged = [Finding(f.check, f.state, f.words, f.remedy, tuple(names)) for f, names in machines_of.items()]
+    merged = [Finding(f.check, f.state, f.text, f.remedy, tuple(names)) for f, names in machines_of.items()]
     return sorted(merged, key=lambda finding: order[finding.check])
 
 
@@ -102,10 +102,11 @@ def as_text(findings: Sequence[Finding], machines: int) -> str:
 
 def as_json(findings: Sequence[Finding], machines: Sequence[str]) -> str:
     """Return JSON with three keys: `machines`, `findings` with the fields of `Finding`, and `broken`, which is true if
-    a run would fail."""
+    a run would fail. The key of `Finding.text` is `words`."""
+    fields = [asdict(finding) for finding in findings]
     content = {
         "machines": list(machines),
         "broken": any_broken(findings),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [{"words" if name == "text" else name: value for name, value in f.items()} for f in fields],
     }
     return json.dumps(content, indent=2)

@@ -17,7 +17,7 @@ from megappo.config.reward import MODEL
 from megappo.data import PromptDataset
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
-from megappo.data.unknown import unknown_words
+from megappo.data.unknown import unknown_token_warning
 from megappo.doctor.findings import Finding, any_broken, fine, from_sentence, slow
 from megappo.doctor.settings import reward_model_findings
 from megappo.doctor.software import reward_findings
@@ -96,7 +96,7 @@ def _data_findings(
         f"long; {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average, of at most "
         f"{config.data.max_prompt_tokens}",
     )
-    if unknown := unknown_words(prompts, tokenizer):
+    if unknown := unknown_token_warning(prompts, tokenizer):
         yield from_sentence(check, "slow", unknown)
 
 

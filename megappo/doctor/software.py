@@ -68,12 +68,12 @@ def check_package(requirement: str) -> Finding | None:
     remedy = f"pip install '{name}{bounds}'"
     if version is None:
         return broken(name, "not installed", remedy)
-    if not holds(version, bounds):
+    if not satisfies(version, bounds):
         return broken(name, f"version {version}, but {bounds} is required", remedy)
     return None
 
 
-def holds(version: str, bounds: str) -> bool:
+def satisfies(version: str, bounds: str) -> bool:
     """Return whether a version is within bounds such as `>=0.16,<0.20`."""
     return SpecifierSet(bounds).contains(version, prereleases=True)
 
@@ -132,7 +132,7 @@ def generation_finding(config: Config | None) -> Finding:
             instead = "set a url for the judge" if judged else "set rollout.engine to transformers"
             return broken("generation", f"{text}, which is not installed", f"{how_to_install('sglang')}, or {instead}")
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
-    if not holds(version, SGLANG.removeprefix("sglang")):
+    if not satisfies(version, SGLANG.removeprefix("sglang")):
         return broken("generation", f"SGLang {version}, but {TRIED_VERSION} is required", f"pip install '{SGLANG}'")
     return fine(
         "generation", f"SGLang {version}" if is_needed else f"transformers, embedded; SGLang {version} is installed"
@@ -174,8 +174,7 @@ def acceleration_findings(used: Accelerations, config: Config | None) -> Iterato
     """Yield findings on the implementations of layers, gradient accumulation and the optimizer, with remedies that
     enable faster implementations."""
     selected = config is not None and config.model.accelerations == "auto"
-    impostor = used.apex.problem is not None and "another project" in used.apex.problem
-    if impostor:
+    if used.apex.is_other_project:
         text, remedy = f"version {used.apex.version} {used.apex.problem}", "NVIDIA's is built from its sources"
         yield slow("apex", text, f"pip uninstall apex; {remedy}")
     if not torch.cuda.is_available():

@@ -242,7 +242,7 @@ class HoldingEngine(InFlightEngine, Protocol):
     """An engine that can keep unfinished requests during a weight update."""
 
     @property
-    def holds(self) -> bool:
+    def keeps_requests(self) -> bool:
         """Whether the engine keeps unfinished requests during a weight update. Answers then have `stretches` if
         several weight versions made their tokens."""
 

@@ -70,7 +70,7 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._on_tokens()
-        if self._stop.asked:
+        if self._stop.requested:
             raise _AskedToStop
         # Operate in place, because `generate` passes a float32 copy. Each pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
@@ -212,7 +212,7 @@ class TransformersEngine:
         """See `Engine.update_weights`. Tied output weights are optional."""
         self._complete = False
         if self._weights is not None:
-            self._weights.come_back()
+            self._weights.restore()
         problems: list[str] = []
         destinations = _destinations(self._model, self._arch)
         missing = set(destinations)

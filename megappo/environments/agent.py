@@ -18,7 +18,7 @@ from megappo.environments.tool_pool import receive
 from megappo.errors import home_expanded, show
 from megappo.network.proxies import client_proxy_problem
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.plugins import load
 from megappo.rewards.channel import ForeignMessageError
 from megappo.rewards.variables import without_secrets
@@ -68,7 +68,7 @@ class Agent:
         setting = f"{_ARGUMENTS}.function"
         self._function = load(function, setting, inspect.iscoroutinefunction, "async function") if function else None
         if is_main(os.environ) and (problem := client_proxy_problem()):
-            tell(f"agents with OpenAI's or Anthropic's SDK will fail: {problem}", warns=True)
+            show_message(f"agents with OpenAI's or Anthropic's SDK will fail: {problem}", warns=True)
 
     async def run(self, session: Session) -> float | None:
         """See `Environment.run`."""

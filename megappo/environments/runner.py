@@ -129,7 +129,7 @@ class EpisodeRunner:
     def _play_in_rounds(self, table: Table, params: SamplingParams) -> None:
         while True:
             turn_requests = table.round()
-            facts = all_gather_objects((len(turn_requests), self._stop.asked))
+            facts = all_gather_objects((len(turn_requests), self._stop.requested))
             if any(is_stopped for _, is_stopped in facts):
                 self._stop.check()
             if not any(count for count, _ in facts):

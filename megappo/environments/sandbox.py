@@ -19,7 +19,7 @@ from megappo.environments.protocol import ToolResult
 from megappo.environments.tool_worker import LIMITS, cut
 from megappo.errors import reason
 from megappo.observe.json_values import JSONValue
-from megappo.runtime.retrying import TRANSIENT, Tries, asked_pause
+from megappo.runtime.retrying import TRANSIENT, Tries, requested_pause
 
 _SERVICE_SECONDS = 5.0
 """Seconds for the service itself, in addition to the time limit of a program."""
@@ -107,7 +107,7 @@ class Sandbox:
         url = f"{self._service.url.rstrip('/')}/run_code"
         async with aiohttp.ClientSession(timeout=timeout) as http, http.post(url, json=body) as answer:
             if answer.status >= 500 or answer.status in TRANSIENT:
-                raise _TryAgainError(f"status {answer.status}", asked_pause(answer.headers))
+                raise _TryAgainError(f"status {answer.status}", requested_pause(answer.headers))
             if answer.status != 200:
                 raise SandboxError(
                     f"{self._name} answers with status {answer.status}; the URL must belong to a SandboxFusion service"

@@ -120,7 +120,7 @@ class Session:
         room, limit = min(left, positions) - len(observed), cast(Limit, "tokens" if left <= positions else "positions")
         if room < 1:
             raise self._reached(limit)
-        current.hear(observed)
+        current.add_observation(observed)
         most = min(x for x in (room, limits.max_turn_tokens, max_tokens) if x is not None)
         end_if_cut = LIMIT_ENDS[limit] if most == room else End.TURN_CUT
         seed = turn_seed(self._request.seed, self.turns)
@@ -262,7 +262,7 @@ class Session:
         sample, limit = self._sample, limit or self._limit
         sample.drop_unanswered()
         if not sample.tokens:  # a sample needs a token after its prompt
-            sample.hear([next(iter(self._params.stop_token_ids), 0)])
+            sample.add_observation([next(iter(self._params.stop_token_ids), 0)])
         others = [trajectory for trajectory in self._trajectories if trajectory is not sample]
         episode = Episode(
             turns=() if failure else tuple(sample.turns),
@@ -297,7 +297,7 @@ class Session:
             )
         check_answers([completion], self._shared.vocabulary)
         self._sample = self._current
-        self._sample.say(completion, end_if_cut)
+        self._sample.add_turn(completion, end_if_cut)
         self._limit = ""
         if self._sample not in self._trajectories:
             self._trajectories.append(self._sample)

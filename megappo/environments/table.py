@@ -24,7 +24,7 @@ from megappo.environments.registry import EnvironmentContext
 from megappo.environments.session import Session
 from megappo.errors import RunError
 from megappo.observe.progress import EPISODES, PROGRESS
-from megappo.plugins import failure_words, raised_at
+from megappo.plugins import failure_text, raised_at
 from megappo.runtime.interrupts import Stop
 from megappo.types import Prompt
 
@@ -173,7 +173,7 @@ class Table:
         except BlockedLoopError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - fails only the sample of the environment
-            failure, cause = "raised", failure_words(error)
+            failure, cause = "raised", failure_text(error)
         self._end(playing, failure, cause, limit)
 
     def count_seconds(self, seconds: float) -> None:
@@ -318,7 +318,7 @@ class Table:
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         with self._news:
-            while not condition() and not self._pool.stop.asked:
+            while not condition() and not self._pool.stop.requested:
                 self._news.wait(TICK_SECONDS)
 
     def leave(self) -> None:

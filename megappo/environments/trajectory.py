@@ -40,12 +40,12 @@ class Trajectory:
         """Number of tokens that the model generated."""
         return sum(turn.stop - turn.start for turn in self.turns)
 
-    def hear(self, token_ids: Sequence[int]) -> None:
+    def add_observation(self, token_ids: Sequence[int]) -> None:
         """Append observed tokens before the next turn of the model."""
         self.tokens += token_ids
         self.logprobs += [0.0] * len(token_ids)
 
-    def say(self, completion: Completion, limit: End) -> None:
+    def add_turn(self, completion: Completion, limit: End) -> None:
         """Append a turn of the model from the engine. `limit`: the end of a turn that used all its tokens."""
         start = len(self.tokens)
         observed = start - sum(tokens for _, tokens in self.stretches)

@@ -76,9 +76,9 @@ class QueryKeyNorms(Block):
         output. torch's composite implementation on a CPU uses float32 and also stores the normalised input."""
         scales = 4.0 * (arch.heads + arch.kv_heads)
         if fused or not arch.declaration.norms_in_float32(arch, element_bytes):
-            return PerToken(kept_bytes=scales + element_bytes * arch.query_width)
+            return PerToken(activation_bytes=scales + element_bytes * arch.query_width)
         copied_keys = 4 * arch.key_width if element_bytes == 2 else 0
-        return PerToken(kept_bytes=scales + 4 * (2 * arch.query_width + arch.key_width) + copied_keys)
+        return PerToken(activation_bytes=scales + 4 * (2 * arch.query_width + arch.key_width) + copied_keys)
 
 
 def gated(place: str, arch: ArchitectureConfig, ffn: int, stored: str = "") -> tuple[Weight, Weight]:
@@ -115,7 +115,7 @@ class GatedMlp(Block):
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Return the activations: gate, up and their product. torch's operations also store silu(gate)."""
         width = (3 if fused else 4) * self.size(arch)
-        return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
+        return PerToken(activation_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
 class FirstMlp(GatedMlp):
@@ -221,7 +221,7 @@ class Experts(GatedMlp):
         width = (3 if fused else 5) * ffn
         widened = (4 // element_bytes if element_bytes < 4 and not fused else 0) * ffn
         return PerToken(
-            kept_bytes=4.0 * arch.experts + 56 * routed + routed * element_bytes * (hidden + width),
+            activation_bytes=4.0 * arch.experts + 56 * routed + routed * element_bytes * (hidden + width),
             live_elements=routed * (width + widened + 4 * hidden),
             moved_elements=routed * (width + 4 * hidden),
         )

@@ -68,7 +68,7 @@ class Weight:
 class PerToken(NamedTuple):
     """Memory and traffic of a block per token, over all tensor parallel ranks (`megappo.plan.activations`)."""
 
-    kept_bytes: float = 0.0
+    activation_bytes: float = 0.0
     """Bytes that forward stores for backward."""
     live_elements: int = 0
     """Elements in memory at the same time while the block runs."""

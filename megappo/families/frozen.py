@@ -11,7 +11,7 @@ from megappo.families.adapters import LoraShape, adapters
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, Parameter, model_parameters
 
-WORDS = ("attention", "embeddings")
+SHORTCUTS = ("attention", "embeddings")
 """Names that `freeze` may contain in addition to patterns. `attention`: attention layers of all kinds, including
 norms of queries and keys, but not layer norms; `embeddings`: the token embedding."""
 
@@ -33,7 +33,7 @@ def frozen_parameters(
     With `lora` only adapters are trained. The frozen parameters are then the adapters of the frozen matrices.
 
     Args:
-        freeze: names in `WORDS`, and shell patterns of Hugging Face names. A pattern must match all or none of the
+        freeze: names in `SHORTCUTS`, and shell patterns of Hugging Face names. A pattern must match all or none of the
             tensors in one Megatron parameter.
     """
     if not freeze:
@@ -46,7 +46,7 @@ def frozen_parameters(
 def freeze_problems(arch: ArchitectureConfig, freeze: tuple[str, ...], lora: LoraShape | None) -> Iterator[str]:
     """Yield the problems of the patterns for a model, each with a remedy."""
     parameters = list(model_parameters(arch))
-    for pattern in (text for text in freeze if text not in WORDS):
+    for pattern in (text for text in freeze if text not in SHORTCUTS):
         if not any(fnmatchcase(name, pattern) for p in parameters for name in p.hf):
             yield f"'{pattern}' matches no tensor of a {arch.family}, such as {parameters[1].hf[0]}; correct the name"
     of_experts = defaultdict[tuple[int | None, str], set[bool]](set)

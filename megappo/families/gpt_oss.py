@@ -104,7 +104,7 @@ class BiasedExperts(Experts):
         gated = super().per_token(arch, element_bytes, fused=True)
         widened = 4 // element_bytes * 5 * ffn
         return PerToken(
-            kept_bytes=gated.kept_bytes + routed * element_bytes * hidden,
+            activation_bytes=gated.activation_bytes + routed * element_bytes * hidden,
             live_elements=gated.live_elements + routed * (widened + 2 * ffn + 2 * hidden),
             moved_elements=gated.moved_elements + routed * (2 * ffn + 2 * hidden),
         )

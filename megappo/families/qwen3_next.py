@@ -70,7 +70,7 @@ class GatedAttention(Attention):
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         """Return the activations: the gate, its sigmoid, and the output of attention."""
         width = 3 * arch.query_width
-        return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
+        return PerToken(activation_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
 class AttentionNorms(QueryKeyNorms):
@@ -133,7 +133,7 @@ class LinearAttention(Block):
         stored_bytes = e * (4 * mixed + 3 * net.value_width) + 16.0 * net.value_width + (8 + 4 * e) * heads
         of_head = 4 * (net.key_dim + net.value_dim) + 3 * DELTA_CHUNK + 2 * net.key_dim * net.value_dim // DELTA_CHUNK
         live = 2 * 4 * heads * of_head // e
-        return PerToken(kept_bytes=stored_bytes, live_elements=live, moved_elements=live)
+        return PerToken(activation_bytes=stored_bytes, live_elements=live, moved_elements=live)
 
 
 class GatedSharedExpert(SharedExpert):

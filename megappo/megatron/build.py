@@ -113,27 +113,27 @@ class RoleModel:
         """Whether the output layer is a value head."""
         return self.options.is_critic
 
-    def parameters_here(self) -> list[LocalShard]:
+    def local_parameters(self) -> list[LocalShard]:
         """Return the shards of the mapped parameters on this rank in the order of the map. The map of a critic has no
         output layer."""
         return self._shards_of(
             p for p in model_parameters(self.arch) if not (self.is_critic and p.megatron == OUTPUT_LAYER)
         )
 
-    def adapters_here(self) -> list[LocalShard]:
+    def local_adapters(self) -> list[LocalShard]:
         """Return the shards of the adapter matrices A and B on this rank in the order of the map."""
         lora = self.options.lora
         return [] if lora is None else self._shards_of(adapter_parameters(self.arch, lora))
 
-    def trained_here(self) -> list[LocalShard]:
+    def local_trained(self) -> list[LocalShard]:
         """Return the shards that are trained on this rank: the shards of the adapters if there are adapters, otherwise
         the shards of the weights."""
-        return self.parameters_here() if self.options.lora is None else self.adapters_here()
+        return self.local_parameters() if self.options.lora is None else self.local_adapters()
 
     @cached_property
     def adapter_of(self) -> dict[str, LocalAdapterShard]:
         """Adapters of this rank by the name of the parameter that they adapt."""
-        lora, shards = self.options.lora, {shard.entry.megatron: shard for shard in self.adapters_here()}
+        lora, shards = self.options.lora, {shard.entry.megatron: shard for shard in self.local_adapters()}
         return {
             adapter.base.megatron: LocalAdapterShard(
                 shards[adapter.a.megatron],
@@ -334,14 +334,14 @@ def build_model(
     switch = None if lora is None else attach_adapters(arch, layout, lora, chunks, is_critic=is_critic)
     model = RoleModel(arch, layout, options, config, chunks, switch)
     model.check_names()
-    freeze(model.trained_here(), frozen_parameters(arch, options.freeze, options.lora), chunks)
+    freeze(model.local_trained(), frozen_parameters(arch, options.freeze, options.lora), chunks)
     for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
         if layer.layer_number - 1 in arch.expert_layers:
             RouterChoice(layer, number, layout.tensor_rank, layout.sample_group)
     with torch.no_grad():
-        _fill(model, model.parameters_here(), source)
+        _fill(model, model.local_parameters(), source)
         if adapters_from is not None:
-            _fill(model, model.adapters_here(), adapters_from)
+            _fill(model, model.local_adapters(), adapters_from)
         _fill_last_stage_copy(model, source)
         _fill_value_head(model, (adapters_from, source))
     return model

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megappo.megatron.build import BuildOptions
-from megappo.runtime.heap import trim_heap
+from megappo.runtime.allocator import trim_heap
 from megappo.runtime.resting import Movable, RestingPlace
 
 
@@ -52,14 +52,14 @@ class RoleStorage:
     def bring_weights(self) -> None:
         """Load the weights for a forward pass, which does not change them."""
         if self._weights is not None:
-            self._weights.come_back(unchanged=True)
+            self._weights.restore(unchanged=True)
             self._weights.arrive()
 
     def bring_all(self) -> None:
         """Load weights and gradients, and start the copy of the optimizer state. Call `await_optimizer` before using
         the optimizer state."""
         for part in self._moved():
-            part.come_back()
+            part.restore()
         if self._weights is not None:
             self._weights.arrive()
 

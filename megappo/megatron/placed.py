@@ -58,7 +58,7 @@ class PlacedBatch:
 
     role: Role
     announced: Announced
-    here: Mapping[int, PlacedSample]
+    local_samples: Mapping[int, PlacedSample]
     """Samples that this rank processes, by id, in host memory."""
     minibatches: tuple[Collection[int], ...]
     """Sample ids of each update of the step."""
@@ -79,7 +79,7 @@ class PlacedBatch:
         """Return the output of the model at each response token of this rank's samples. The output of a policy is the
         log-probabilities of the sampled tokens, and the output of a critic is the values. The tensor is (B, R) float32
         on the CPU, padded with 0. R is 1 if there is no sample."""
-        outputs = self.role.run_forward(self.forward_plan, self.here)
+        outputs = self.role.run_forward(self.forward_plan, self.local_samples)
         device = self.role.runtime.device
         received = exchange(outputs, self.result_routes, self.announced.responses, dtype=torch.float32, device=device)
         lengths = self.samples.response_lengths_B.tolist()
@@ -104,13 +104,13 @@ class PlacedBatch:
         outgoing = {sample_id: fields_FBR[:, b, :n] for b, (sample_id, n) in enumerate(mine)}
         sizes = {sample_id: len(fields_BR) * n for sample_id, n in self.announced.responses.items()}
         values = exchange(outgoing, self.sample_routes, sizes, dtype=torch.float32, device=self.role.runtime.device)
-        here = {
+        local_samples = {
             sample_id: replace(
                 sample, fields=dict(zip(fields_BR, values[sample_id].view(len(fields_BR), -1), strict=True))
             )
-            for sample_id, sample in self.here.items()
+            for sample_id, sample in self.local_samples.items()
         }
-        return replace(self, here=here)
+        return replace(self, local_samples=local_samples)
 
     def update(
         self, number: int, task: Task[Head, Mapping[str, Tensor]], *, stop_above: tuple[str, float] | None = None
@@ -124,7 +124,7 @@ class PlacedBatch:
         """
         role, mine = self.role, None
         if isinstance(role, TrainedRole):
-            mine = role.run_update(self.update_plans[number], self.here, task, stop_above)
+            mine = role.run_update(self.update_plans[number], self.local_samples, task, stop_above)
         update = broadcast_object(mine, src=role.placement.grid.ranks[0])
         assert update is not None, f"{role.placement.name} is not trained"
         return update
@@ -160,7 +160,7 @@ def place(role: Role, announced: Announced, minibatches: Iterable[Collection[int
     return PlacedBatch(
         role=role,
         announced=announced,
-        here={
+        local_samples={
             i: PlacedSample(i, tokens_T, responses[i], routing=routing.get(i), below_minimum_R=marks.get(i))
             for i, tokens_T in sequences.items()
         },

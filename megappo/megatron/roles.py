@@ -25,7 +25,7 @@ from megappo.megatron.lora import merged
 from megappo.megatron.offload import RoleStorage, RoleTensors
 from megappo.megatron.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
-from megappo.megatron.router import FURTHER, summed_losses, summed_reports
+from megappo.megatron.router import EXTRA_COUNTS, summed_losses, summed_reports
 from megappo.megatron.schedule import Chunk, Head, PackedBatch, PlacedSample, Task, pack_samples, run_schedule
 from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
@@ -67,7 +67,7 @@ class Role(ABC):
     def routing_report(self) -> Tensor:
         """Return (layers, experts + 2) int64 in host memory: the counts of `RouterChoice` over this rank's tokens of
         the last forward pass. Layers on other ranks have counts of 0."""
-        return torch.zeros(self.arch.layers, self.arch.experts + FURTHER, dtype=torch.int64)
+        return torch.zeros(self.arch.layers, self.arch.experts + EXTRA_COUNTS, dtype=torch.int64)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
@@ -93,11 +93,11 @@ class Role(ABC):
 
     @abstractmethod
     def mapped_parameters(self) -> list[LocalShard]:
-        """Return the shards of the map on this rank (see `RoleModel.parameters_here`)."""
+        """Return the shards of the map on this rank (see `RoleModel.local_parameters`)."""
 
     @abstractmethod
     def trained_parameters(self) -> list[LocalShard]:
-        """Return the shards that are trained on this rank (see `RoleModel.trained_here`)."""
+        """Return the shards that are trained on this rank (see `RoleModel.local_trained`)."""
 
     def copy_weights(self) -> list[Tensor]:
         """Copy this rank's trained parameters to host memory."""
@@ -199,10 +199,10 @@ class LocalRole(Role):
         return self.storage.read(shard.parameter, shard.elements).view(shard.shape)
 
     def mapped_parameters(self) -> list[LocalShard]:
-        return self.model.parameters_here()
+        return self.model.local_parameters()
 
     def trained_parameters(self) -> list[LocalShard]:
-        return self.model.trained_here()
+        return self.model.local_trained()
 
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         batches = self._packed(plan, samples)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 MLPOutput: TypeAlias = tuple[Tensor, Tensor | None]
 """Output of a layer's MLP or experts, with the bias that Megatron would add to the output."""
-FURTHER = 2
+EXTRA_COUNTS = 2
 """Number of counts in a report after the counts of the experts: tokens with replayed experts, and tokens with changed
 experts."""
 
@@ -63,7 +63,7 @@ class MicrobatchRouting:
 
     counted_l: Tensor
     """Tokens that count in the reports (bool); false for padding and for the samples of a filler."""
-    given_LlK: Tensor | None = None
+    replayed_LlK: Tensor | None = None
     """Replayed experts of each token. The router chooses the experts of a token without K different replayed experts.
     With None, routers choose all experts."""
     balance: Balance | None = None
@@ -83,7 +83,7 @@ def routing_tensors(
     counts: bool,
     balance: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Return the inputs of the routers for a pack in host memory. `told_routers` uses these tensors on the device.
+    """Return the inputs of the routers for a pack in host memory. `microbatch_routing` reads them on the device.
 
     Args:
         lengths: tokens of each sample.
@@ -113,7 +113,7 @@ def routing_tensors(
     return tensors
 
 
-def told_routers(tensors: Mapping[str, Tensor], samples: int) -> MicrobatchRouting:
+def microbatch_routing(tensors: Mapping[str, Tensor], samples: int) -> MicrobatchRouting:
     """Return the routing of a pack of `samples` samples from the tensors of `routing_tensors` on the device."""
     balance = Balance(samples, tensors["sample"], tensors["balance"]) if "balance" in tensors else None
     return MicrobatchRouting(tensors["counted"], tensors.get("given"), balance)
@@ -202,8 +202,8 @@ class RouterChoice:
         own = slice(self._tensor_rank * n_tokens, (self._tensor_rank + 1) * n_tokens)
         counted_T, members_TE = microbatch.counted_l[own], _members(experts_TK, n_experts)
         known_T = changed_T = torch.zeros_like(counted_T)
-        if microbatch.given_LlK is not None:
-            replayed_TK = microbatch.given_LlK[self._number, own].long()
+        if microbatch.replayed_LlK is not None:
+            replayed_TK = microbatch.replayed_LlK[self._number, own].long()
             nearest_TK = replayed_TK.clamp(0, n_experts - 1)  # equal to the replayed index if the index is valid
             replayed_TE = _members(nearest_TK, n_experts)
             known_T = (nearest_TK == replayed_TK).all(1) & (replayed_TE.sum(1) == chosen)

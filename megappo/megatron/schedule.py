@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
 from megappo.megatron.context import WHOLE, ContextShard
 from megappo.megatron.layout import Layout
-from megappo.megatron.router import routing_tensors, told_routers
+from megappo.megatron.router import microbatch_routing, routing_tensors
 from megappo.observe.progress import MICROBATCHES, PROGRESS
 from megappo.runtime.megatron_patches import PipelineSends
 from megappo.runtime.transfer import to_device
@@ -111,7 +111,7 @@ def pack_samples(
         host_tensors |= routing_tensors(lengths, padded, places_l, routings, counts=not is_filler, balance=balance)
     tensors = to_device(host_tensors | {f"field {name}": values_W for name, values_W in fields.items()}, device)
     segments = packed_segments(padded, tensors, shard)
-    segments.routing = told_routers(tensors, len(samples)) if balance is not None else None
+    segments.routing = microbatch_routing(tensors, len(samples)) if balance is not None else None
     return PackedBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         response_lengths=tuple(responses),

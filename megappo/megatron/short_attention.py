@@ -134,7 +134,7 @@ class _Products(torch.autograd.Function):
                 torch.bmm(share[block].copy_(scores.softmax(-1)), v[block], out=out[block])
             shares.append(share)
         ctx.save_for_backward(queries_Qd, keys_Kd, values_Kd, *shares)
-        ctx.kept = places, scale, (query.shape, key.shape)
+        ctx.saved = places, scale, (query.shape, key.shape)
         return out_Qd.index_select(0, places.of_queries).view(query.shape)
 
     @staticmethod
@@ -143,7 +143,7 @@ class _Products(torch.autograd.Function):
         ctx: ContextWith[tuple[_Places, float, tuple[torch.Size, torch.Size]]], grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         queries_Qd, keys_Kd, values_Kd, *shares = ctx.saved_tensors
-        places, scale, (shape, of_key_shape) = ctx.kept
+        places, scale, (shape, of_key_shape) = ctx.saved
         grad_Qd = _rows(grad, places.queries_Q).index_fill_(0, places.padding, 0)
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries_Qd, keys_Kd, values_Kd))
         for rectangle, share in zip(places.rectangles, shares, strict=True):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from megappo.errors import ConfigError, reason
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import tell
-from megappo.plugins import check_call, failure_words, load_function
+from megappo.observe.messages import show_message
+from megappo.plugins import check_call, failure_text, load_function
 
 
 class Logger(Protocol):
@@ -69,7 +69,7 @@ def make_logger(
         logger = factory(directory=directory, run_name=run_name, config=config, **options)
     except Exception as error:  # of any type
         raise ConfigError(
-            f"logging.loggers '{path}' failed ({failure_words(error)}); fix the logger, or remove the entry"
+            f"logging.loggers '{path}' failed ({failure_text(error)}); fix the logger, or remove the entry"
         ) from error
     if lacking := [name for name in ("log", "forget_after", "close") if not callable(getattr(logger, name, None))]:
         raise ConfigError(
@@ -91,13 +91,13 @@ class Contained:
             work()
         except Exception as error:  # noqa: BLE001 - clients of services raise any exception, and the run must continue
             if not self._fails:
-                tell(
+                show_message(
                     f"{self._name} cannot be written: {reason(error)}; the run continues, and tries again at every step"
                 )
             self._fails = True
         else:
             if self._fails:
-                tell(f"{self._name} is written again")
+                show_message(f"{self._name} is written again")
             self._fails = False
 
     def finish(self, work: Callable[[], object]) -> None:
@@ -105,4 +105,4 @@ class Contained:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - as above
-            tell(f"{self._name} cannot be finished: {reason(error)}")
+            show_message(f"{self._name} cannot be finished: {reason(error)}")

@@ -87,7 +87,7 @@ class Messages:
         """Show later messages in the view of a run. With None, messages appear on stderr."""
         self._view = view
 
-    def tell(self, text: str, *, warns: bool = False) -> None:
+    def show(self, text: str, *, warns: bool = False) -> None:
         """Print a line above the view of a run, or on stderr without a view. With `warns`, the line stays visible."""
         with self._lock, suppress(OSError):  # no other output can report the failure
             if self._view is not None:
@@ -95,7 +95,7 @@ class Messages:
             else:
                 print(f"megappo: {text}", file=sys.stderr, flush=True)
 
-    def tell_last(self, text: str, before: str = "") -> None:
+    def show_last(self, text: str, before: str = "") -> None:
         """Print the last line of a process after restoring the terminal, for at most a second. `before`, for example a
         traceback, is printed unchanged above the line. If both texts are empty, nothing is printed."""
         if self._view is not None:
@@ -109,4 +109,4 @@ class Messages:
 
 MESSAGES = Messages()
 """Messages of this process."""
-tell = MESSAGES.tell
+show_message = MESSAGES.show

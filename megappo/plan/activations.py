@@ -78,7 +78,7 @@ def layer_bytes_per_token(role: RoleSetup, *, recompute: str, fused: bool) -> fl
             attention = float(e * (2 * q + 2 * kv) if _key_norm_retains_qkv(role) else e * q)
         attention += e * (2 * q + 2 * kv * seen_per_token(role)) + 4 * arch.heads
     attention *= len(arch.attention_layers) / arch.layers
-    of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).kept_bytes
+    of_blocks = arch.declaration.per_token(arch, e, fused=fused, without=dropped).activation_bytes
     if role.balances_experts and "moe" not in dropped:
         of_blocks += 8 * arch.experts
     shared = _latent_bytes(role, rows, fused=fused) + 2 * e * adapted_ranks(role)
@@ -187,7 +187,7 @@ def layers_in_flight(role: RoleSetup, stage: int, microbatches: int) -> int:
     return most
 
 
-def kept_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
+def activation_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
     """Return the peak activation bytes of a stage in a minibatch."""
     tokens = role.rank_tokens(work.sequence_tokens)
     per_token, unrecomputed = (

@@ -44,8 +44,8 @@ def check_cache(arch: ArchitectureConfig, work: Workload, memory_fraction: float
     e, tp = work.engine_dtype_bytes, servers.tensor_parallel
     tokens = cache_tokens(arch, servers, e)
     if tokens >= work.cache_tokens:
-        wanted = -(-work.batch_sequences // servers.count)
-        sequences = running_sequences(arch, servers, e, wanted=wanted, mean_tokens=work.prompt_tokens + 1)
+        requested = -(-work.batch_sequences // servers.count)
+        sequences = running_sequences(arch, servers, e, requested=requested, mean_tokens=work.prompt_tokens + 1)
         return PlannedCache(int(tokens) if math.isfinite(tokens) else None, work.cache_tokens, math.ceil(sequences))
     if servers.max_total_tokens is not None and servers.max_total_tokens < work.cache_tokens:
         raise ConfigError(

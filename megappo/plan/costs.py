@@ -120,7 +120,7 @@ def step_seconds(stages: Sequence[StageCost], servers: Servers | None) -> float:
     """Return the seconds of a step. Stages run one after the other. The rollout overlaps with all other stages if
     servers have separate devices and `rollout.ahead` is set."""
     seconds = {stage.name: stage.seconds for stage in stages}
-    if servers is None or not (servers.ahead and servers.beside):
+    if servers is None or not (servers.ahead and servers.has_own_devices):
         return math.fsum(seconds.values())
     rollout = seconds.pop("rollout")
     return max(rollout, math.fsum(seconds.values()))
@@ -394,7 +394,7 @@ def _served_rollout(arch: ArchitectureConfig, servers: Servers, work: Workload, 
     spent = _StageWork(_server_machine(machine, servers, work), e)
     of_prompt, of_token, context = _generation_flops(arch, work)
     sequences = work.batch_sequences / servers.count
-    running = running_sequences(arch, servers, e, wanted=math.ceil(sequences), mean_tokens=context)
+    running = running_sequences(arch, servers, e, requested=math.ceil(sequences), mean_tokens=context)
     steps = sequences * work.response_tokens / running
     prefill, step = sequences * of_prompt, running * of_token
     weights = e * server_weights(arch, tp, servers.attention_groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megappo.runtime.heap import collections_put_off
+from megappo.runtime.allocator import collections_put_off
 
 
 def declared_parameters(folder: Path) -> int:

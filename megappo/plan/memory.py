@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from megappo.families.architecture import ArchitectureConfig
 from megappo.families.parameters import expert_parameters
-from megappo.plan.activations import head_bytes, kept_bytes, routing_bytes, transient_bytes
+from megappo.plan.activations import activation_bytes, head_bytes, routing_bytes, transient_bytes
 from megappo.plan.inputs import RoleSetup, Setup, Workload
 from megappo.plan.machines import ASSUMED
 from megappo.plan.servers import (
@@ -166,7 +166,7 @@ def role_memory(role: RoleSetup, stage: int, work: Workload) -> RoleMemory:
         weights=weights,
         gradients=4.0 * role.trained_parameters(stage),
         optimizer=optimizer,
-        activations=kept_bytes(role, stage, work),
+        activations=activation_bytes(role, stage, work),
         head=head_bytes(role, stage, work, train=True),
         transient=transient_bytes(role, stage, work, train=True),
         optimizer_step=max(roots, 4 * on_host if mixed else 0.0),
@@ -219,8 +219,8 @@ def server_memory(arch: ArchitectureConfig, servers: Servers, work: Workload) ->
     if not work.on_cuda:  # host memory also has the recorded experts of cached tokens
         cache += cache_tokens(arch, servers, e) * noted_bytes(arch, servers)
     mean = work.prompt_tokens + work.response_tokens / 2
-    wanted = -(-work.batch_sequences // servers.count)
-    running = running_sequences(arch, servers, e, wanted=wanted, mean_tokens=mean)
+    requested = -(-work.batch_sequences // servers.count)
+    running = running_sequences(arch, servers, e, requested=requested, mean_tokens=mean)
     context = ASSUMED.cuda_reserve_bytes if servers.colocated and work.on_cuda else 0.0
     workspace = server_workspace(arch, servers, e, running) + context
     idle = context if servers.sleeps else weights + cache + context
@@ -232,7 +232,7 @@ def _on_trainers(arch: ArchitectureConfig, work: Workload) -> EngineMemory:
     """Return the memory of the engine on one trainer rank. Without CUDA, the trainer ranks share the machine with all
     servers."""
     servers = work.servers
-    if not work.has_engine or (servers is not None and servers.beside):
+    if not work.has_engine or (servers is not None and servers.has_own_devices):
         return NO_ENGINE
     if servers is None:
         return engine_memory(arch, work)
@@ -301,7 +301,7 @@ def rank_memory(setup: Setup) -> tuple[RankMemory, ...]:
         )
         memories.append(RankMemory(tuple(ranks), parts, engine, sync, reward, _stages(parts, engine, sync, reward)))
     servers = setup.work.servers
-    if servers is not None and servers.beside:
+    if servers is not None and servers.has_own_devices:
         own, bucket = server_memory(setup.actor.arch, servers, setup.work), bucket_bytes(setup)
         used = {"rollout": own.total, "sync": own.syncing + bucket}
         memories.append(RankMemory(tuple(range(servers.ranks)), (), own, bucket, 0.0, used, of_servers=True))

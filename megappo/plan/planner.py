@@ -9,7 +9,7 @@ from pathlib import Path
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
 from megappo.config.chat_template import template_in, thinking_notes
-from megappo.config.grid import rank_words
+from megappo.config.grid import format_rank_list
 from megappo.config.hub import HubName
 from megappo.config.model_files import load_architectures, tokenizer_folder
 from megappo.config.shipped import shipped_file
@@ -82,20 +82,20 @@ class PlannedModels:
     notes: tuple[str, ...]
 
 
-def read_models(config: Config, beside: Path | None) -> PlannedModels:
+def read_models(config: Config, models_folder: Path | None) -> PlannedModels:
     """Return the architectures from the config.json of the models, without weights or tokenizer.
 
-    With `beside`, a hub name or a folder that is not on this machine is read from `beside`/NAME or from
+    With `models_folder`, a hub name or a folder that is not on this machine is read from `models_folder`/NAME or from
     configs/models/NAME if that folder has a config.json. NAME is the last part of the path without a revision. Raises
     ConfigError if a model is missing or not supported.
     """
     notes: list[str] = []
 
     def where(path: str) -> str:
-        if beside is None:
+        if models_folder is None:
             return path
         name = Path(HubName.of(path).repository).name
-        known = (folder / name for folder in (beside, shipped_file("configs", "models")))
+        known = (folder / name for folder in (models_folder, shipped_file("configs", "models")))
         local = next((folder for folder in known if (folder / "config.json").is_file()), None)
         if Path(path).exists() or local is None:
             return path
@@ -108,7 +108,7 @@ def read_models(config: Config, beside: Path | None) -> PlannedModels:
     return PlannedModels(models, tuple(dict.fromkeys(notes)))
 
 
-def models_beside(configuration: str | os.PathLike[str]) -> Path:
+def local_models_folder(configuration: str | os.PathLike[str]) -> Path:
     """Return the folder in which `read_models` searches for models that are not on this machine. The folder is
     `models` next to the configuration file or one level above."""
     base = Path(configuration).parent
@@ -159,7 +159,7 @@ def planning(
     config: Config,
     machine: str | os.PathLike[str] | None = None,
     gpus: int | None = None,
-    beside: str | os.PathLike[str] | None = None,
+    models_folder: str | os.PathLike[str] | None = None,
 ) -> Planning:
     """Return the subject of a plan. Arguments that are None have defaults: the machine of `runtime.device`, the fewest
     devices that the layouts need, and the model paths of the configuration.
@@ -169,7 +169,7 @@ def planning(
     if gpus is not None and not 1 <= gpus <= LARGEST_WORLD:
         raise ConfigError(f"gpus is {gpus}, must be a whole number from 1 to {LARGEST_WORLD}; change the number")
     named = default_machine(config) if machine is None else find_machine(os.fspath(machine))
-    loaded = read_models(config, None if beside is None else Path(beside))
+    loaded = read_models(config, None if models_folder is None else Path(models_folder))
     notes = (*loaded.notes, *thinking_notes(config, _template(config, known=not loaded.notes)))
     return Planning(
         config, loaded.models, named, fewest_ranks(config, on_cuda=named.is_cuda) if gpus is None else gpus, notes
@@ -225,7 +225,7 @@ def _verdict(fullest: RankMemory, usable_bytes: float, fits: bool) -> str:
     needs = "needs" if len(fullest.ranks) == 1 else "need"
     owner = " of the servers" if fullest.of_servers else ""
     return (
-        f"{'fits' if fits else 'does not fit'}: {rank_words(fullest.ranks)}{owner} {needs} "
+        f"{'fits' if fits else 'does not fit'}: {format_rank_list(fullest.ranks)}{owner} {needs} "
         f"{format_size(fullest.peak)} in {fullest.peak_stage}, {format_size(usable_bytes)} are usable"
     )
 

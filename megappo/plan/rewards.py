@@ -150,5 +150,5 @@ def _numbers_of_tokens(folder: str, server: JudgeServerSettings) -> float:
     heads = model_config.get("num_attention_heads", 1)
     width = model_config.get("head_dim") or model_config.get("hidden_size", 0) // heads
     kv_heads = max(1.0, (model_config.get("num_key_value_heads") or heads) / server.tensor_parallel)
-    tokens = server.as_servers.held_tokens(on_cuda=False) or 0
+    tokens = server.as_servers.cache_tokens(on_cuda=False) or 0
     return 2.0 * tokens * model_config.get("num_hidden_layers", 0) * kv_heads * width

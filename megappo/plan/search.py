@@ -329,7 +329,7 @@ def _engine_batches(task: _Search) -> Iterator[_Batch]:
         if work.servers is None:
             n_bytes = engine_memory(arch, work).total
         else:
-            n_bytes = 0.0 if work.servers.beside else server_memory(arch, work.servers, work).total
+            n_bytes = 0.0 if work.servers.has_own_devices else server_memory(arch, work.servers, work).total
         batches.append(_Batch(rollout, changes, rollout_cost(arch, work, share).seconds, n_bytes))
     undominated: list[_Batch] = []
     for batch in sorted(batches, key=lambda b: task.order(b.changes, b.seconds)):

@@ -73,12 +73,12 @@ class Servers:
 
     def own_ranks(self, world_size: int) -> int:
         """Return the number of devices that servers have in addition to the devices of `world_size` trainer ranks."""
-        if self.beside:
+        if self.has_own_devices:
             return self.ranks
         return 0 if self.shares_machine else max(0, self.ranks - world_size)
 
     @property
-    def beside(self) -> bool:
+    def has_own_devices(self) -> bool:
         """Whether servers have separate devices."""
         return not (self.colocated or self.shares_machine)
 
@@ -96,7 +96,7 @@ def find_servers(config: Config, world_size: int, *, on_cuda: bool, device_bytes
         sleeps=config.rollout.servers_sleep(on_cuda=on_cuda),
         ahead=bool(config.rollout.ahead),
         static_bytes=settings.memory_fraction * device_bytes if on_cuda else 0.0,
-        max_total_tokens=settings.held_tokens(on_cuda=on_cuda),
+        max_total_tokens=settings.cache_tokens(on_cuda=on_cuda),
         deterministic=config.rollout.servers_are_deterministic(on_cuda=on_cuda),
         most_sequences=settings.max_inflight_sequences * world_size,
         notes_experts=config.algorithm.router_replay is not False,
@@ -140,11 +140,11 @@ def cache_tokens(arch: ArchitectureConfig, servers: Servers, element_bytes: int)
 
 
 def running_sequences(
-    arch: ArchitectureConfig, servers: Servers, element_bytes: int, *, wanted: int, mean_tokens: float
+    arch: ArchitectureConfig, servers: Servers, element_bytes: int, *, requested: int, mean_tokens: float
 ) -> float:
-    """Return the number of sequences that a server decodes at the same time, out of `wanted` requested sequences."""
+    """Return the number of sequences that a server decodes at the same time, out of `requested` requested sequences."""
     room = servers.attention_groups * cache_tokens(arch, servers, element_bytes) / mean_tokens
-    return max(1.0, min(float(wanted), float(servers.most_sequences), room))
+    return max(1.0, min(float(requested), float(servers.most_sequences), room))
 
 
 def server_workspace(arch: ArchitectureConfig, servers: Servers, element_bytes: int, sequences: float) -> float:

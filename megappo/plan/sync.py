@@ -104,7 +104,7 @@ def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
     the servers are started separately and listed in `rollout.sglang.urls`."""
     servers, world = setup.work.servers, setup.work.world_size
     assert servers is not None
-    apart = servers.beside and servers.ranks > ranks_per_node
+    apart = servers.has_own_devices and servers.ranks > ranks_per_node
     return Feeding(
         tuple(0 if servers.shares_machine else rank // ranks_per_node for rank in range(world)),
         servers.tensor_parallel,

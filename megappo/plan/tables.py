@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megappo.config.grid import rank_words
+from megappo.config.grid import format_rank_list
 from megappo.plan.choices import OpenSetting
 from megappo.plan.engines import OtherEngine
 from megappo.plan.memory import RankMemory
@@ -91,7 +91,9 @@ def _memory_table(plan: Plan) -> Table:
     more = f" and {plan.server_gpus} of servers" if plan.server_gpus else ""
     if plan.reward_servers:
         more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
-    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {rank_words(ranks.ranks)}, the highest peak"
+    title = (
+        f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {format_rank_list(ranks.ranks)}, highest peak"
+    )
     table = _table(title, "", "weights", "grads", "optimizer", "activ.", "head", "layer", "adds")
 
     def cells(*numbers: float) -> list[str]:

@@ -36,7 +36,7 @@ from megappo.config.schema import CheckpointSettings
 from megappo.errors import Interrupted, RunError
 from megappo.megatron.roles import LocalRole, Role, Update, base_of
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.plugins import own_files
 from megappo.ppo.components import RunComponents
 from megappo.ppo.generation import Kept
@@ -255,7 +255,7 @@ class Checkpoints:
         why = broadcast_object(self._why_ends if self._deadline.is_near(time.monotonic()) else "")
         if why:
             if self._parts.runtime.is_main:
-                tell(f"another step may not end in time before {why}: stopping with a checkpoint")
+                show_message(f"another step may not end in time before {why}: stopping with a checkpoint")
             raise Interrupted(signal.SIGUSR1)
 
     def save(self, boundary: Boundary, *, wait: bool) -> None:
@@ -291,7 +291,7 @@ class Checkpoints:
         if self._failures >= _MOST_FAILURES:
             raise CheckpointError(f"{problem}, {self._failures} times in a row; {REMEDY}")
         if self._parts.runtime.is_main:
-            tell(f"{problem}; the checkpoint is retried, {_MOST_FAILURES} times in a row at most", warns=True)
+            show_message(f"{problem}; the checkpoint is retried, {_MOST_FAILURES} times in a row at most", warns=True)
         return True
 
     def save_interrupted(self, boundary: Boundary) -> str:
@@ -425,7 +425,7 @@ def _weights_home(parts: RunComponents) -> int | None:
 
 def _report_warnings(writer: CheckpointWriter) -> None:
     for sentence in writer.warnings():  # only the main rank has warnings
-        tell(sentence)
+        show_message(sentence)
 
 
 def _identity(parts: RunComponents) -> dict[str, str]:

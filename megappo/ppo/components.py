@@ -28,9 +28,9 @@ from megappo.environments.registry import make_environment_context
 from megappo.environments.runner import EpisodeRunner, PendingEpisodes
 from megappo.megatron.roles import Role
 from megappo.ppo.answering import Generation, find_generation, generated
-from megappo.ppo.likeness import check_data
 from megappo.ppo.methods import check_methods
 from megappo.ppo.models import ROLES, ModelBuilder
+from megappo.ppo.rank_agreement import check_data
 from megappo.preflight.inputs import RunInputs, read_inputs
 from megappo.reshard.mtp import MTPLayers
 from megappo.reshard.stream import WeightStream

@@ -11,7 +11,7 @@ from megappo.algo.pass_at_k import pass_at_k
 from megappo.config.data import ValidationSetSettings
 from megappo.data import PromptDataset
 from megappo.errors import one_line
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.ppo.components import RunComponents
 from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
 from megappo.rewards.workers import too_many_failures
@@ -23,7 +23,7 @@ _STEP_OF_SEEDS = 0
 """Step number in seeds. All evaluations of a run use the same seeds, so that only the model differs."""
 
 
-def evaluate_policy(parts: RunComponents, report: Callable[[str], object] = tell) -> dict[str, float]:
+def evaluate_policy(parts: RunComponents, report: Callable[[str], object] = show_message) -> dict[str, float]:
     """Return the mean reward, mean length and `pass@k` of every validation set. A collective of the world.
 
     Responses come from the engine weights. Failed samples count only in the mean length. `eval/failures` is the share

@@ -108,7 +108,7 @@ class InFlight(StepSamples):
 
         An engine that keeps unfinished responses through a weight sync holds them instead.
         """
-        if isinstance(self._engine, HoldingEngine) and self._engine.holds and not stops:
+        if isinstance(self._engine, HoldingEngine) and self._engine.keeps_requests and not stops:
             self._engine.hold()
         elif self._groups:
             self._note((self._episodes or self._engine).abort())
@@ -225,7 +225,7 @@ class InFlight(StepSamples):
 
     def _choose(self, wanted: int) -> list[Group] | None:
         newest, of_step = self._parts.engine.version, self._settings.prompts_per_step
-        return choose(self._waiting(), wanted=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
+        return choose(self._waiting(), size=wanted, newest=newest, max_lag=self._max_lag, of_step=of_step)
 
     def _fill(self, step: int, at_least: int = 0) -> None:
         """Send prompts until the next `rollout.ahead` steps have enough prompts in flight.

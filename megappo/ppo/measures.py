@@ -21,7 +21,7 @@ from megappo.families.flops import recurrence_flops
 from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Role
-from megappo.megatron.router import FURTHER
+from megappo.megatron.router import EXTRA_COUNTS
 from megappo.observe.ends import End
 from megappo.observe.throughput import mfu, training_flops_per_token
 from megappo.ppo.components import RunComponents
@@ -152,7 +152,7 @@ def routing_metrics(role: Role, runtime: Runtime) -> dict[str, float]:
     report = role.routing_report().to(runtime.device)
     dist.all_reduce(report)
     of_layers = report[list(role.arch.expert_layers)]
-    loads_LE, replayed_L2 = of_layers.double().cpu().split([experts, FURTHER], dim=1)
+    loads_LE, replayed_L2 = of_layers.double().cpu().split([experts, EXTRA_COUNTS], dim=1)
     known, changed = replayed_L2.sum(0).tolist()
     if not loads_LE.any():
         return {}

@@ -14,7 +14,7 @@ from megappo.observe.console import make_view
 from megappo.observe.distributions import Distribution, of_all_ranks
 from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import MESSAGES, SteadyView, tell
+from megappo.observe.messages import MESSAGES, SteadyView, show_message
 from megappo.observe.profiler import StepProfiler
 from megappo.observe.progress import PROGRESS
 from megappo.observe.stopwatch import Lap, StageTimer
@@ -241,7 +241,7 @@ class Reporter:
     def message(self, text: str, *, warns: bool = False) -> None:
         """Print a line on the main rank. A line with `warns` stays visible."""
         if self._runtime.is_main:
-            tell(text, warns=warns)
+            show_message(text, warns=warns)
 
     def close(self) -> None:
         """Close files and restore the terminal."""

@@ -13,15 +13,15 @@ from megappo.config.end_of_turn import end_of_turn_notes
 from megappo.config.schema import PHASES
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.data.mixture import MixedPrompts
-from megappo.data.unknown import unknown_words
+from megappo.data.unknown import unknown_token_warning
 from megappo.errors import Interrupted
 from megappo.observe.progress import PROGRESS
 from megappo.ppo.checkpoints import Checkpoints
 from megappo.ppo.components import RunComponents, RunMode, assemble
 from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.exports import export_actor
-from megappo.ppo.likeness import check_ranks
 from megappo.ppo.loaded import trainer_of
+from megappo.ppo.rank_agreement import check_ranks
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.start import Start, choose_start, final_folder, is_exported
 from megappo.preflight.inputs import RunInputs
@@ -55,7 +55,7 @@ def train(run: ResolvedRun) -> None:
         with (
             interruptible(runtime) as interrupts,
             closing(Reporter(config, run.derived, runtime, on_stage, lock.check, writes=start.has_work)) as reporter,
-            runtime.failures.told(),
+            runtime.failures.reporting(),
         ):
             resumed, inputs = start.checkpoint is not None, inputs_at(run, config)
             mode = RunMode(inputs=inputs, engine=run.engine, resumed=resumed, stop=interrupts)
@@ -80,7 +80,7 @@ def _train(parts: RunComponents, start: Start, reporter: Reporter, lock: HeldDir
 
     parts.runtime.failures.before_leaving(let_finish)
     try:
-        with parts.runtime.failures.told():
+        with parts.runtime.failures.reporting():
             _train_and_export(parts, start, reporter, checkpoints, lock)
         parts.runtime.failures.done()
     finally:
@@ -146,11 +146,11 @@ def evaluate(run: ResolvedRun) -> dict[str, float]:
         config = at_one_time(config)
         mode = RunMode(training=False, inputs=inputs_at(run, config), engine=run.engine)
         enter = watchdog.enter if watchdog is not None else _unwatched
-        with runtime.failures.told():
+        with runtime.failures.reporting():
             parts = assemble(config, run.derived, runtime, mode)
             if watchdog is not None:
                 parts.engine.on_tokens = watchdog.made_tokens
-            with closing(parts), runtime.failures.told():
+            with closing(parts), runtime.failures.reporting():
                 if runtime.is_main:
                     print("\n".join(data_lines(parts, training=False)), flush=True)
                 enter("sync")
@@ -172,7 +172,9 @@ def data_lines(parts: RunComponents, *, training: bool = True) -> list[str]:
     lines += end_of_turn_notes(parts.config, parts.tokenizer, parts.stop_token_ids)
     lines += [_count_line(data, f"validation prompts{name and f' of {name}'}") for name, data in validation.items()]
     sources = (train.sources if isinstance(train, MixedPrompts) else (train,)) if training else ()
-    return lines + [w for data in (*sources, *validation.values()) if (w := unknown_words(data, parts.tokenizer))]
+    return lines + [
+        w for data in (*sources, *validation.values()) if (w := unknown_token_warning(data, parts.tokenizer))
+    ]
 
 
 def _count_line(data: TrainingPrompts | PromptDataset, called: str) -> str:

@@ -25,7 +25,7 @@ class Group:
 
 
 def choose(
-    groups: Sequence[Group], *, wanted: int, newest: int, max_lag: int, of_step: int | None = None
+    groups: Sequence[Group], *, size: int, newest: int, max_lag: int, of_step: int | None = None
 ) -> list[Group] | None:
     """Return the groups for a step in ticket order, or None if the step must wait.
 
@@ -38,13 +38,13 @@ def choose(
         wanted: number of groups that the step takes.
         newest: version of the weights when the step is trained.
         max_lag: largest allowed difference between `newest` and the version of a group.
-        of_step: number of groups of later steps if `wanted` belongs to another round. Default: `wanted`.
+        of_step: number of groups of later steps if `size` belongs to another round. Default: `size`.
     """
-    taken = [group for group in groups if group.finished][:wanted]
-    if len(taken) < wanted:
+    taken = [group for group in groups if group.finished][:size]
+    if len(taken) < size:
         return None
     for later_steps in range(max_lag + 1):
         due = {group.ticket for group in groups if newest - group.version + later_steps >= max_lag}
-        if sum(group.ticket in due for group in taken) < min(wanted, len(due) - later_steps * (of_step or wanted)):
+        if sum(group.ticket in due for group in taken) < min(size, len(due) - later_steps * (of_step or size)):
             return None
     return taken

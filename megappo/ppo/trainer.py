@@ -39,11 +39,11 @@ from megappo.ppo.measures import (
 )
 from megappo.ppo.probe import probe_engines, probe_rollout
 from megappo.ppo.reporting import Reporter
-from megappo.ppo.right_prompts import note_right_prompts
 from megappo.ppo.sampling import sample_seed
 from megappo.ppo.saved import ExperienceRecord
 from megappo.ppo.selection import Selection
 from megappo.ppo.shaping import RewardShaper
+from megappo.ppo.solved_prompts import report_solved_prompts
 from megappo.ppo.updates import (
     MinibatchUpdate,
     NonFiniteUpdateError,
@@ -303,7 +303,7 @@ class Trainer:
             noted = tuple(failures.get(b, "") for b in range(len(scores_B)))
             rollouts = replace(rollouts, reward_failures=noted)
             self.reporter.note_failures(self.step, rollouts)
-            self.metrics |= note_right_prompts(self.step, rollouts, scores_B, self.parts, self.metrics)
+            self.metrics |= report_solved_prompts(self.step, rollouts, scores_B, self.parts, self.metrics)
         return rollouts, scores_B, metrics
 
     def forward(self, rollouts: Rollouts, scores_B: Tensor) -> tuple[PlacedStep, Scored]:

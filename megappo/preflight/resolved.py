@@ -10,7 +10,7 @@ from megappo.config import Config, ConfigError, Derived, check_run, derive, deri
 from megappo.config.roles import LayoutSettings
 from megappo.config.start_lines import training_line
 from megappo.errors import RunError
-from megappo.plan.planner import default_machine, fewest_ranks, models_beside, read_models
+from megappo.plan.planner import default_machine, fewest_ranks, local_models_folder, read_models
 from megappo.runtime.launchers import read_ranks, read_world_size
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megappo.runtime.deadlines import Deadlines
 
 
-def resolve_here(config: Config) -> Config:
+def resolve_for_device(config: Config) -> Config:
     """Return the settings with the values that follow from this machine's device."""
     if config.rollout.engine is not None:
         return config  # without the import of torch, which takes seconds
@@ -52,11 +52,11 @@ def outline_run(
 
     Raises ConfigError for settings that violate a rule.
     """
-    config = resolve_here(config) if on_cuda is None else resolve(config, on_cuda=on_cuda)
+    config = resolve_for_device(config) if on_cuda is None else resolve(config, on_cuda=on_cuda)
     if world_size is None:
         started = read_world_size(os.environ)
         world_size = started if started > 1 else fewest_ranks(config, on_cuda=on_cuda is True)
-    models = read_models(config, models_beside(config_path)).models
+    models = read_models(config, local_models_folder(config_path)).models
     return RunOutline(config, models, derive(config, world_size, models.actor, models.critic, models.reference))
 
 
@@ -84,9 +84,9 @@ def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRu
     """
     world_size = read_world_size(os.environ)
     if command == "eval" and world_size == 1:
-        config = _in_one_process(resolve_here(config))
+        config = _in_one_process(resolve_for_device(config))
     derived = _derived(command, config, world_size)  # finds most errors before torch is imported
-    resolved = resolve_here(config)
+    resolved = resolve_for_device(config)
     from megappo.engines.registry import find_engine
     from megappo.plan.here import plan_start, this_machine
     from megappo.runtime.accelerations import find_accelerations

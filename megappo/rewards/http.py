@@ -22,9 +22,9 @@ from typing import TypeVar
 from megappo.errors import one_line, reason, redacted, shortened, whole_number
 from megappo.network.http_client import fetch, proxy_of
 from megappo.observe.json_values import JSONValue
-from megappo.plugins import failure_words
+from megappo.plugins import failure_text
 from megappo.runtime.keys import key_of
-from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, TRANSIENT, Tries, asked_pause
+from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, TRANSIENT, Tries, requested_pause
 
 _REASON_CHARACTERS, _END_BYTES = 500, 40
 _BODY_CHARACTERS, _BODY_BYTES = 200, 4096
@@ -121,7 +121,7 @@ def each(work: Callable[[T], float | str], items: Iterable[T], concurrent: int) 
         except (ValueError, OSError) as error:
             return Unscored(reason(error, _REASON_CHARACTERS))
         except Exception as error:  # noqa: BLE001 - any server answer or sample content fails only this sample
-            return Unscored(failure_words(error, _REASON_CHARACTERS))
+            return Unscored(failure_text(error, _REASON_CHARACTERS))
 
     with ThreadPoolExecutor(concurrent) as pool:
         return list(pool.map(attempt, items))
@@ -186,7 +186,7 @@ def post(
             problem = f"HTTP {error.code} {error.reason}{body_shown and f': {body_shown}'}"
             if error.code not in TRANSIENT:
                 raise OSError(f"{_place(url)}: {problem}{_elsewhere(error)}") from error
-            retry_after_seconds, answered = asked_pause(error.headers), problem
+            retry_after_seconds, answered = requested_pause(error.headers), problem
         except (OSError, http.client.HTTPException) as error:  # refused, broken connection, or timeout
             cause = getattr(error, "reason", error)
             problem = str(cause) or type(error).__name__

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.errors import whole_number
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import tell
-from megappo.runtime.heap import collections_put_off
+from megappo.observe.messages import show_message
+from megappo.runtime.allocator import collections_put_off
 from megappo.runtime.packages import quicken_transformers
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def main() -> int:
         with collections_put_off():
             model = _load(arguments)
     except ValueError as error:
-        tell(str(error))
+        show_message(str(error))
         return 1
     _ScoreServer(arguments, model).serve_forever()
     return 0

@@ -143,22 +143,22 @@ def own_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def own_gpus(config: Config, server: OwnServerSettings, key: str, ranks_here: int) -> tuple[int, ...]:
+def own_gpus(config: Config, server: OwnServerSettings, key: str, local_ranks: int) -> tuple[int, ...]:
     """Return the GPUs of a server by their numbers among the GPUs visible to this process.
 
-    `ranks_here` is the number of training ranks on the machine. Raises RunError if there are too few GPUs, or if
+    `local_ranks` is the number of training ranks on the machine. Raises RunError if there are too few GPUs, or if
     trainers or rollout servers use the GPUs.
     """
-    first = ranks_here if server.first_device is None else server.first_device
+    first = local_ranks if server.first_device is None else server.first_device
     last, count = first + server.ranks - 1, torch.cuda.device_count()
     placed = f"{key} would use the GPUs {first} to {last}"
     if last >= count:
         raise RunError(f"{placed}, but a rank sees {count} GPUs; start fewer ranks, or set first_device or machine")
-    if first < ranks_here:
-        raise RunError(f"{placed}, but {ranks_here} ranks train there; set first_device to {ranks_here} or more")
+    if first < local_ranks:
+        raise RunError(f"{placed}, but {local_ranks} ranks train there; set first_device to {local_ranks} or more")
     rollout = config.rollout.servers
     if config.rollout.has_servers and rollout.placement == "disaggregated" and not rollout.urls and not server.machine:
-        begin = ranks_here if rollout.first_device is None else rollout.first_device
+        begin = local_ranks if rollout.first_device is None else rollout.first_device
         end = begin + (rollout.engines or 1) * rollout.node_ranks
         if first < end and last >= begin:
             raise RunError(f"{placed}, but rollout servers use {begin} to {end - 1}; set first_device to {end}")

@@ -15,7 +15,7 @@ from megappo.config.reward import MODEL
 from megappo.config.schema import RewardSettings
 from megappo.config.tokens import Message
 from megappo.errors import one_line
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.rewards.limit import FailureLimit
 from megappo.rewards.numbers import score_problem
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
@@ -157,7 +157,7 @@ class RewardScorer:
                 notes = first_of_ranks(verdicts[name].notes)
                 if torch.distributed.get_rank() == 0:
                     share = f"samples without a verdict score `unreadable` and count in reward/{name}/unreadable"
-                    tell(
+                    show_message(
                         f"the first text of the judge '{name}' without a verdict: {one_line(notes[0])}; {share}",
                         warns=True,
                     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from megappo.observe.streams import adapt_streams
-from megappo.plugins import failure_words
+from megappo.plugins import failure_text
 from megappo.rewards.channel import WorkerEnd
 from megappo.rewards.descendants import adopt_orphans, die_with_parent, end_descendants, reap
 from megappo.rewards.http import Unscored
@@ -42,7 +42,7 @@ def _number(value: Any) -> Answer:
     try:
         return _read(value)
     except BaseException as error:  # noqa: BLE001 - any error of a user's object fails only its sample
-        return None, f"returned no valid number: {failure_words(error, _REASON_CHARACTERS)}"[:_REASON_CHARACTERS]
+        return None, f"returned no valid number: {failure_text(error, _REASON_CHARACTERS)}"[:_REASON_CHARACTERS]
 
 
 def _read(value: Any) -> Answer:
@@ -73,7 +73,7 @@ def _answers(
         columns = {name: [sample[OF_EACH.get(name, name)] for sample in samples] for name in names}
         return _numbers(function(**columns, **choice.options), len(requests))
     except BaseException as error:  # noqa: BLE001 - any error of a user's function fails only its samples
-        return [(None, failure_words(error, _REASON_CHARACTERS))] * len(requests)
+        return [(None, failure_text(error, _REASON_CHARACTERS))] * len(requests)
 
 
 def _numbers(result: Any, count: int) -> list[Answer]:

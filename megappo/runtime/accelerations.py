@@ -39,6 +39,8 @@ class Library:
     version: str | None
     problem: str | None = None
     """Reason that the library is not used, as a predicate of the name of the library; None if the library is used."""
+    is_other_project: bool = False
+    """Whether a different project with the same name is installed."""
 
     @property
     def is_used(self) -> bool:
@@ -154,7 +156,7 @@ def _apex(unwanted: str | None) -> Library:
         return Library("Apex", version, "is not installed")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers").is_dir() for folder in folders):
-        return Library("Apex", version, "is a different project with the same name")
+        return Library("Apex", version, "is a different project with the same name", is_other_project=True)
     return Library("Apex", version, unwanted or _import_problem("apex.optimizers"))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError
-from megappo.runtime.heap import keep_freed_memory
+from megappo.runtime.allocator import keep_freed_memory
 from megappo.runtime.launchers import Ranks, binds_one_device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

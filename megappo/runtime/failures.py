@@ -26,11 +26,11 @@ import psutil
 import torch.distributed as dist
 
 from megappo.errors import FAULT, RUN_ERROR, Interrupted, reason, verdict_of
-from megappo.observe.messages import MESSAGES, tell
+from megappo.observe.messages import MESSAGES, show_message
 from megappo.observe.progress import PROGRESS
-from megappo.runtime.launchers import Ranks, note_for_job, tell_torchrun
-from megappo.runtime.neighbour import NextRank, all_done, announce_done, find_neighbour, has_ended, introduce
+from megappo.runtime.launchers import Ranks, note_for_job, write_torchrun_error
 from megappo.runtime.notices import POLL_SECONDS, Notices
+from megappo.runtime.rank_peer import NextRank, all_done, announce_done, find_next_rank, has_ended, introduce
 from megappo.runtime.waiting import pause, wait_until
 
 _AGENT = "MEGAPPO_AGENT_PID"
@@ -141,7 +141,7 @@ class Failures:
         self._before_leaving.append(work)
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Report an error of the block before resources are closed. Wraps every block with resources to close."""
         try:
             yield
@@ -149,10 +149,12 @@ class Failures:
             self._close_within(_STOP_SECONDS, Failure(self._rank, error.exit_code))
             raise
         except BaseException as error:
-            if self._world_size == 1 and not _is_no_failure(error):  # with several ranks, `tell` ends the process
+            if self._world_size == 1 and not _is_no_failure(
+                error
+            ):  # with several ranks, `show_message` ends the process
                 code, sentences, _ = verdict_of(error)
                 self._close_within(_STOP_SECONDS, Failure(self._rank, code, sentences))
-            self.tell(error)
+            self.report(error)
             raise
 
     def done(self, close_within_seconds: float = 300.0) -> None:
@@ -160,7 +162,7 @@ class Failures:
         resource cannot be closed."""
         self._close_within(close_within_seconds, Failure(self._rank, 0))
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Report an error of this rank and end all ranks. This rank ends as soon as it calls `leave`, or after some
         seconds.
 
@@ -200,7 +202,7 @@ class Failures:
         """Report an error and end the process. Returns if the error is no failure, or if there is only one rank."""
         if self._world_size == 1 or _is_no_failure(error):
             return
-        self.tell(error)
+        self.report(error)
         self._closed.set()
         threading.Event().wait()  # until the other thread ends the process
 
@@ -211,7 +213,9 @@ class Failures:
         def end_unclosed() -> None:
             if self._stopped.wait(seconds):
                 return
-            tell(f"a resource was not closed within {seconds:g} seconds, so the process ends without closing it")
+            show_message(
+                f"a resource was not closed within {seconds:g} seconds, so the process ends without closing it"
+            )
             if failure.sentences:
                 self._print(failure)
             work_within(_POST_SECONDS, self._announce_done)
@@ -240,9 +244,9 @@ class Failures:
         lines = [f"error{place}: {sentence}" for sentence in failure.sentences]
         needs_no_print = not lines or (
             not self._agent.is_gone
-            and tell_torchrun(os.environ, [f"megappo: {sentence}" for sentence in lines], failure.code)
+            and write_torchrun_error(os.environ, [f"megappo: {sentence}" for sentence in lines], failure.code)
         )
-        MESSAGES.tell_last("\nmegappo: ".join([] if needs_no_print else lines), before)
+        MESSAGES.show_last("\nmegappo: ".join([] if needs_no_print else lines), before)
 
     def _end(self, failure: Failure) -> NoReturn:
         posted: list[str] = []
@@ -265,7 +269,7 @@ class Failures:
             try:
                 work(failure)
             except Exception as error:  # noqa: BLE001 - the process ends with the failure after any exception
-                tell(f"at the end of this rank: {reason(error)}")
+                show_message(f"at the end of this rank: {reason(error)}")
 
     def _meet(self, ranks: int) -> None:
         """Wait until `ranks` ranks have reported their end."""
@@ -308,7 +312,7 @@ class Failures:
     def _find_next_rank(self) -> bool:
         with contextlib.suppress(dist.DistError):
             local_place = (self._ranks.local_rank, self._ranks.local_world_size or 1)
-            self._next_rank = self._next_rank or find_neighbour(self._notices, *local_place)
+            self._next_rank = self._next_rank or find_next_rank(self._notices, *local_place)
         return self._next_rank is not None
 
     def _announce_done(self) -> None:
@@ -320,7 +324,7 @@ class Failures:
         if error is None or self._world_size == 1 or not _is_ours(end.exc_traceback) or isinstance(error, SystemExit):
             self._old_hook(end)
             return
-        self.tell(error)
+        self.report(error)
 
 
 def _is_no_failure(error: BaseException) -> bool:

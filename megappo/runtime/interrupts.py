@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.errors import STOPPED_BY_USER, Interrupted
-from megappo.observe.messages import MESSAGES, tell
+from megappo.observe.messages import MESSAGES, show_message
 from megappo.runtime.process import Runtime
 
 # SLURM sends SIGUSR1 before the time limit (launch/slurm/*.sbatch). Schedulers send SIGTERM. A terminal sends SIGHUP
@@ -35,7 +35,7 @@ class Stop(Protocol):
     """State of a stop request, for long-running code."""
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether this rank has received a stop request; a cheap check. A caller that drops its work must then call
         `check`."""
         ...
@@ -48,7 +48,7 @@ class Stop(Protocol):
 class NeverStop:
     """A `Stop` for programs without signal handling, such as benchmarks."""
 
-    asked = False
+    requested = False
 
     def check(self) -> None:
         """Do nothing."""
@@ -69,8 +69,8 @@ class Interrupts:
         self._notices = runtime.notices
 
     @property
-    def asked(self) -> bool:
-        """See `Stop.asked`. A signal of another rank arrives within two seconds."""
+    def requested(self) -> bool:
+        """See `Stop.requested`. A signal of another rank arrives within two seconds."""
         return bool(self._signal or self._signal_of_others)
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Interrupts:
         now = time.monotonic()
         if number == signal.SIGINT and self._signal and now - self._pressed > _ONE_PRESS_SECONDS:
             if self._runtime.is_main:
-                MESSAGES.tell_last("stopped at once; the run continues from its newest checkpoint")
+                MESSAGES.show_last("stopped at once; the run continues from its newest checkpoint")
             os._exit(STOPPED_BY_USER)  # children end with it; an unfinished checkpoint has no marker
         is_first, self._pressed = not self._signal, self._pressed if self._signal else now
         # SIGINT is the lowest number, so the signal of a scheduler takes precedence over an earlier Ctrl-C.
@@ -134,7 +134,7 @@ class Interrupts:
     def _print_stopping(self, number: int) -> None:
         if self._runtime.is_main:
             name = signal.Signals(number).name
-            tell(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
+            show_message(f"{name}: stopping with a checkpoint as soon as the step allows; Ctrl-C twice stops at once")
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     return Ranks(rank, world_size, _number(environment, "LOCAL_RANK", 0), local)
 
 
-def tell_torchrun(environment: Mapping[str, str], sentences: Sequence[str], code: int) -> bool:
+def write_torchrun_error(environment: Mapping[str, str], sentences: Sequence[str], code: int) -> bool:
     """Write the reason of the end of this worker and its exit code to torchrun's error file. torchrun prints this
     reason at its end instead of a traceback.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megappo.errors import RunError
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.observe.plain_files import check_own
 from megappo.runtime.holder import NAME, Holder, release, take, this_process
 from megappo.runtime.objects import attempt, broadcast_object
@@ -149,7 +149,7 @@ def _take_without_locks(directory: Path) -> Holder:
             f"run.directory '{directory}' is in use by {other.summary}, according to {path} (the file system has no "
             "locks); wait until this job ends or stop it, and remove this file if the process is gone"
         )
-    tell(f"the file system of {directory} has no locks, so the file {NAME} reserves the directory for this run")
+    show_message(f"the file system of {directory} has no locks, so the file {NAME} reserves the directory for this run")
     return own
 
 

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping, Sequence
 import torch.distributed as dist
 
 from megappo.errors import RunError, first_of, one_line
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.runtime.interfaces import ANY_PORT, GLOO_INTERFACE, LOOPBACK, interface_of
 from megappo.runtime.launchers import Ranks, job_of
 from megappo.runtime.resolver import names_from_files
@@ -136,7 +136,7 @@ def await_all(store: dist.Store, ranks: Ranks, patience: datetime.timedelta) -> 
             missing = [rank for rank in range(ranks.world_size) if not store.check([_connected(rank)])]
             whom = f"{'rank' if len(missing) == 1 else 'ranks'} {first_of(missing, 8)} of {ranks.world_size}"
             if ranks.rank == 0 and seconds < patience.total_seconds():
-                tell(f"waiting for {whom} to start")
+                show_message(f"waiting for {whom} to start")
     raise RunError(
         f"{whom} did not connect within {patience.total_seconds():g} seconds; see their logs, and check that their "
         "machines are up and can connect to this machine"

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
+from megappo.runtime.allocator import collect_as_usual
 from megappo.runtime.compile_caches import rank_caches
 from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.device import prepare_device
 from megappo.runtime.failures import Failures
 from megappo.runtime.groups import allow_connections, collective_backend, join_world
-from megappo.runtime.heap import collect_as_usual
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
 from megappo.runtime.meeting import meet
 from megappo.runtime.nccl import share_settings

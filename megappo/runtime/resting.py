@@ -109,7 +109,7 @@ class Movable:
             storage.resize_(0)
         self.is_away, self._place_is_current = True, True
 
-    def come_back(self, *, unchanged: bool = False) -> None:
+    def restore(self, *, unchanged: bool = False) -> None:
         """Start to restore the storages. Call `arrive` before using them. `unchanged`: the tensors are only read, so
         the next offload copies nothing."""
         self._place_is_current = self._place_is_current and unchanged
@@ -125,7 +125,7 @@ class Movable:
         self.is_away = False
 
     def arrive(self) -> None:
-        """Make later work of the current stream wait for the copies of `come_back`."""
+        """Make later work of the current stream wait for the copies of `restore`."""
         if self._arrival is not None:
             torch.cuda.current_stream().wait_event(self._arrival)
             self._arrival = None

@@ -46,7 +46,7 @@ class Tries:
         return None if self.count >= self._most or seconds >= self.seconds_left else seconds
 
 
-def asked_pause(headers: Mapping[str, str] | Message | None) -> float:
+def requested_pause(headers: Mapping[str, str] | Message | None) -> float:
     """Return the pause in seconds that a server requests (`Retry-After`, in seconds or as a date), by default 0."""
     text, date = ("", "") if headers is None else (headers.get(name) or "" for name in ("Retry-After", "Date"))
     if text.strip().isdecimal():

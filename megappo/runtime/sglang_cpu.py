@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megappo.errors import RunError, how_to_install
+from megappo.runtime.allocator import collect_as_usual, put_off_collections
 from megappo.runtime.attributes import replace_attributes
-from megappo.runtime.heap import collect_as_usual, put_off_collections
 from megappo.runtime.packages import installed_version, quicken_transformers
 from megappo.runtime.sglang_hooks import TRIED_VERSION, register_sampling_hooks
 

@@ -15,15 +15,17 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from megappo.errors import USER_ERROR, ConfigError
+from megappo.errors import REQUEUE, USER_ERROR, ConfigError
 from megappo.observe.streams import prepare_streams
-from megappo.runtime.heap import collections_put_off
+from megappo.runtime.allocator import collections_put_off
 from megappo.runtime.launchers import EXIT_CODE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_STOPPED = f"megappo: stopped as requested (exit code {REQUEUE}); the same command continues the run"
 
 
 def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> argparse.Namespace:
@@ -50,7 +52,10 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the workers. Returns the exit code of the worker that failed first, or 0 if no worker failed."""
+    """Run the workers. Returns the exit code of the worker that failed first, or 0 if no worker failed.
+
+    After a stop signal to torchrun, returns the exit code of the workers if it is 0 or `REQUEUE` for all of them.
+    """
     with collections_put_off():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Each c10d rendezvous warns about `master_addr`, an option that launch/torchrun.sh does not set.
     logging.getLogger("torch.distributed.run").addFilter(lambda r: not str(r.msg).startswith("master_addr is only"))
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda r: not _is_stop(r))
+    ends = _record_ends()
     try:
         run(with_head(parse_args(arguments), os.environ))
     except ConfigError as error:
@@ -67,12 +74,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank, failure = min(error.failures.items(), key=_failure_order)
         error_file = _error_file(failure)
         code = error_file.get("extraInfo", {}).get(EXIT_CODE, failure.exitcode)
-        print(error_file.get("message") or f"megappo: error: rank {rank} ended {_how(code)}", file=sys.stderr)
+        reason = f"megappo: error: rank {rank} ended {_how(code)}" if code != REQUEUE else _STOPPED
+        print(error_file.get("message") or reason, file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as stopped:
+        if ends in ({REQUEUE}, {0}):
+            print(_STOPPED if REQUEUE in ends else "megappo: the run is complete", file=sys.stderr)
+            return REQUEUE if REQUEUE in ends else 0
         print(f"megappo: ended by {stopped.sigval.name}", file=sys.stderr)
         return 128 + stopped.sigval
     return 0
+
+
+def _record_ends() -> set[int | None]:
+    """Return a set that receives the exit codes of this machine's workers when torchrun ends them. torchrun discards
+    the codes after a signal (torch 2.11 to 2.14). None is the code of a worker that is still running."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    ends: set[int | None] = set()
+    shutdown = LocalElasticAgent._shutdown
+
+    def recorded(agent: LocalElasticAgent, *arguments: Any, **options: Any) -> None:
+        shutdown(agent, *arguments, **options)
+        workers = getattr(agent._pcontext, "subprocess_handlers", {})
+        ends.update(worker.proc.poll() for worker in workers.values())
+
+    LocalElasticAgent._shutdown = recorded  # type: ignore[method-assign, assignment]
+    return ends
+
+
+def _is_stop(record: logging.LogRecord) -> bool:
+    """Return whether torchrun logs the end of a stopped worker as a failure."""
+    return str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple) and REQUEUE in record.args
 
 
 class _ErrorFile(TypedDict, total=False):

@@ -20,6 +20,8 @@ TASKS = {
     "lora": "grade school word problems, with low-rank adapters on one device",
 }
 _SMALL, _MIDDLE, _TINY = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct"
+_WITH_TOOLS = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Smallest suggested model with a chat template that describes tools."""
 _THINKING = (_SMALL, _MIDDLE)
 """Models that think by default. For other models, `megappo plan` prints a note."""
 
@@ -84,7 +86,7 @@ def models(request: StarterRequest, target: RunTarget) -> Sequence[str]:
         return (_MIDDLE, _SMALL)
     if request.task == "jsonl":
         return (str(request.sums),)
-    return (_SMALL if request.task == "tools" else _TINY,)
+    return (_SMALL, _WITH_TOOLS) if request.task == "tools" else (_TINY,)
 
 
 def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[Setting]:
@@ -98,7 +100,7 @@ def settings_of(request: StarterRequest, target: RunTarget, model: str) -> list[
         *_data(request, model, folder, prompt_tokens),
         *_rollout(request, target, folder, folder.positions - prompt_tokens),
         *_reward(request),
-        *_end(request),
+        *_end(request, folder),
     ]
 
 
@@ -179,13 +181,19 @@ def _rollout(request: StarterRequest, target: RunTarget, folder: ModelFolder, mo
         yield Setting("rollout.engine", "sglang", "generates on the trainers' GPUs, and sleeps during training")
     else:
         yield Setting("rollout.engine", "transformers", "inside the trainer: a small model needs no server")
-    prompts = 64 if target.machine.is_cuda else 16
-    yield Setting(
-        "rollout.prompts_per_step", prompts, "prompts of a step; more prompts give less noise and slower steps"
-    )
-    yield Setting("rollout.samples_per_prompt", 4, "responses to each prompt")
-    for role in ("actor", "critic"):
-        yield Setting(f"{role}.minibatch_sequences", prompts, "a quarter of the samples: four updates in a step")
+    why = "prompts of a step; more prompts give less noise and slower steps"
+    if folder.is_tiny:  # the values of the quickstart
+        yield Setting("rollout.prompts_per_step", 50, why)
+        yield Setting("rollout.samples_per_prompt", 8, "responses to each prompt; random weights are rarely right")
+        for role in ("actor", "critic"):
+            yield Setting(f"{role}.epochs", 2, "passes over the samples of a step")
+            yield Setting(f"{role}.minibatch_sequences", 200, "half of the samples: four updates in a step")
+    else:
+        prompts = 64 if target.machine.is_cuda else 16
+        yield Setting("rollout.prompts_per_step", prompts, why)
+        yield Setting("rollout.samples_per_prompt", 4, "responses to each prompt")
+        for role in ("actor", "critic"):
+            yield Setting(f"{role}.minibatch_sequences", prompts, "a quarter of the samples: four updates in a step")
     if folder.is_tiny:
         yield Setting("rollout.max_response_tokens", 4, "an answer of two digits and an end-of-sequence token")
     elif request.task == "tools":
@@ -214,8 +222,10 @@ def _reward(request: StarterRequest) -> Iterator[Setting]:
         yield Setting("reward.function", "gsm8k", "1 if the last number of the response is correct, otherwise 0")
 
 
-def _end(request: StarterRequest) -> Iterator[Setting]:
+def _end(request: StarterRequest, folder: ModelFolder) -> Iterator[Setting]:
     yield Setting("algorithm.lam", 1.0, "rewards come at the end: returns without the bias of an untrained critic")
+    if folder.is_tiny:
+        yield Setting("algorithm.entropy_coef", 0.1, "random weights must explore; remove this for a trained model")
     yield Setting("algorithm.kl_in_reward", {"kind": "kl", "coef": 0.001}, "keeps the policy near the reference")
     if request.task != "jsonl":
         yield Setting("evaluation.every_steps", 20, "greedy answers to the validation set")

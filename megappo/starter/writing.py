@@ -12,7 +12,7 @@ import yaml
 
 from megappo.config import ConfigError, load_config
 from megappo.config.start_lines import command_line, sbatch_line, training_line
-from megappo.plan.planner import make_plan, planning
+from megappo.plan.planner import Planning, make_plan, planning
 from megappo.plan.search import Proposal, best_layouts, remedy
 from megappo.starter.commented_yaml import Setting, overridden, to_yaml
 from megappo.starter.target import RunTarget
@@ -52,7 +52,8 @@ def write(request: StarterRequest, target: RunTarget, output: Path, model_config
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(f".{output.stem}.{os.getpid()}.yaml")
     try:
-        for model in models(request, target):
+        candidates = models(request, target)
+        for model in candidates:
             settings = settings_of(request, target, model)
             draft.write_text(to_yaml(settings), encoding="utf-8")
             proposed = planning(load_config(draft), None, target.ranks, model_configs)
@@ -67,9 +68,21 @@ def write(request: StarterRequest, target: RunTarget, output: Path, model_config
                 files = [file for file, text in _examples(request, output) if _written_once(file, text)]
                 draft.replace(output)
                 return StarterFiles((output, *files), proposed.notes)
-        raise ConfigError(remedy(proposed.config, proposed.models, target.machine, target.ranks)[0])
+        raise ConfigError(_misfit(candidates, proposed, target))
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _misfit(candidates: Sequence[str], last: Planning, target: RunTarget) -> str:
+    """Return one sentence about models that do not fit. `last` is the last and smallest of the models."""
+    sentence, proposal = remedy(last.config, last.models, target.machine, target.ranks)
+    if proposal is None:
+        sentence = f"no layout on {target.ranks} x {target.machine.name} fits, nor on four times the number"
+    verb = "does" if len(candidates) == 1 else "do"
+    return (
+        f"{' and '.join(candidates)} {verb} not fit on {target.summary}: {sentence}; name a smaller --model, or a "
+        "larger machine, for example --machine h100 --gpus 8"
+    )
 
 
 def _setting(override: str) -> Setting:

@@ -32,7 +32,7 @@ SIGNATURES = {
     "family: 'str | None' = None, trust_remote_code: 'bool' = False) -> 'list[str]'",
     "load_config": "(path: 'str | os.PathLike[str]', overrides: 'Sequence[str]' = ()) -> 'Config'",
     "plan": "(config: 'Config', *, machine: 'str | os.PathLike[str] | None' = None, gpus: 'int | None' = None, "
-    "beside: 'str | os.PathLike[str] | None' = None) -> 'Plan'",
+    "models_folder: 'str | os.PathLike[str] | None' = None) -> 'Plan'",
     "train": "(config: 'Config') -> 'Path'",
     "unwhitened": "(compute: '_Function') -> '_Function'",
 }
@@ -132,6 +132,15 @@ def output_of(folder: Path, program: str, processes: int = 0) -> str:
     return done.stdout
 
 
+PROGRAM = """
+from megappo.api import load_config, plan, train
+
+print(plan(config := load_config("my-run.yaml", ["run.steps=1"]), machine="h100", gpus=8).verdict)
+train(config)
+"""
+"""Program that each of several processes runs."""
+
+
 def examples() -> Sequence[str]:
     return blocks((ROOT / "megappo" / "api" / "README.md").read_text(), "python")
 
@@ -161,11 +170,10 @@ def test_python_run_with_all_kinds_of_plug_ins(tmp_path: Path) -> None:
 
 
 @pytest.mark.waits
-def test_readme_example_runs(tmp_path: Path) -> None:
-    """The example runs on two processes, and each rank calls `train`."""
-    (program,) = [block for block in blocks((ROOT / "README.md").read_text(), "python") if "megappo.api" in block]
+def test_plan_and_train_on_two_processes(tmp_path: Path) -> None:
+    """Each rank calls `plan` and `train`."""
     one_process(tmp_path)
-    output = output_of(tmp_path, program.replace("run.steps=50", "run.steps=1"), processes=2)
+    output = output_of(tmp_path, PROGRAM, processes=2)
     assert output.count("fits") >= 2, "each rank must print a plan"
     assert json.loads((tmp_path / "runs" / "metrics.jsonl").read_text())["step"] == 1
 
@@ -184,5 +192,5 @@ def test_user_errors_raise_config_errors(tmp_path: Path) -> None:
         api.plan(config, gpus=0)
     with pytest.raises(api.ConfigError, match=r"data\.validation"):
         api.evaluate(api.load_config(tmp_path / "my-run.yaml", ["data.validation=null", "evaluation=null"]))
-    with pytest.raises(ValueError, match=r"nowhere holds no config\.yaml"):
+    with pytest.raises(ValueError, match=r"nowhere contains no config\.yaml"):
         api.export(tmp_path / "nowhere", tmp_path / "out")

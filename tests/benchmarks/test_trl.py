@@ -119,8 +119,8 @@ def test_curves_are_compared_with_standard_errors() -> None:
     comparison = Comparison.of([curve(1, 0.8, 0.7), curve(2, 0.9, 0.9), curve(3, 1.0, 0.8)])
     assert comparison.difference == pytest.approx(-0.1)
     assert comparison.standard_error == pytest.approx(math.sqrt(0.01 / 3 + 0.01 / 3))
-    assert "TRL 0.900, megappo 0.800, 1.2 standard errors apart (0.082)" in comparison.words
-    assert "no number of standard errors" in Comparison.of([curve(1, 0.8, 0.7)]).words
+    assert "TRL 0.900, megappo 0.800, 1.2 standard errors apart (0.082)" in comparison.sentence
+    assert "no number of standard errors" in Comparison.of([curve(1, 0.8, 0.7)]).sentence
 
 
 def test_rounds_of_several_runs_become_one_row() -> None:

@@ -96,10 +96,10 @@ def test_larger_vocabulary_is_not_padding(world: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tied_embeddings": True}, "config.json says: lm_head.weight is in only one of them"),
+        ({"tied_embeddings": True}, "config.json: lm_head.weight is in only one of them"),
         (
             {"layers": 1},
-            "config.json says: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+            "config.json: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
             "model.layers.1.mlp.gate_proj.weight and 4 more are in only one of them",
         ),
     ],

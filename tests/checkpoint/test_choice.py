@@ -89,9 +89,7 @@ def test_damaged_checkpoint_is_not_selected(tmp_path: Path, world: Runtime, alon
     runtime = None if alone else world
     directory = written(tmp_path, world, None, [0.1, 0.2])
     (directory / "step-000001" / "random-00000.pt").write_bytes(b"")
-    with pytest.raises(
-        NoCheckpointError, match=r"step-000001 is damaged: random-00000.pt has 0 bytes .*; take another"
-    ):
+    with pytest.raises(NoCheckpointError, match=r"step-000001 is damaged: random-00000.pt has 0 bytes .*; use another"):
         find_checkpoint(directory, "1", runtime)
     assert (
         find_checkpoint(directory, "2", runtime)[1].step == find_checkpoint(directory, "latest", runtime)[1].step == 2
@@ -193,7 +191,9 @@ def with_kl(*changes: str) -> Config:
         ({"per": "response", "target": 3.0}, ("per: token", "target: 0.5"), "token", 0.5),
     ],
 )
-def test_unit_of_kl_is_kept(before: dict[str, Any], changes: tuple[str, ...], per: str, target: float | None) -> None:
+def test_unit_of_kl_is_unchanged(
+    before: dict[str, Any], changes: tuple[str, ...], per: str, target: float | None
+) -> None:
     config = with_kl(*changes)
     default = config.algorithm.kl_in_reward
     assert default is not None

@@ -55,7 +55,7 @@ def remaining_steps(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, runtime: Runtime, asynchronous: bool) -> None:
+def test_newest_and_best_checkpoints_remain(tmp_path: Path, runtime: Runtime, asynchronous: bool) -> None:
     write(tmp_path, runtime, *range(1, 7), keep_last=2, keep_best="reward/mean", asynchronous=asynchronous)
     assert remaining_steps(tmp_path) == [6, 5, 2]
     prune(tmp_path, keep_last=1, keep_best="-reward/mean")
@@ -80,7 +80,7 @@ def test_skipped_checkpoints_do_not_displace_complete_ones(tmp_path: Path, runti
     assert remaining_steps(tmp_path) == [3]
 
 
-def test_milestones_are_kept(tmp_path: Path, runtime: Runtime) -> None:
+def test_milestones_remain(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, *range(1, 9), keep_last=2, keep_best=None, keep_every_steps=3)
     assert remaining_steps(tmp_path) == [8, 7, 6, 3]
 
@@ -159,7 +159,7 @@ def test_unfinished_checkpoint_is_written_again(tmp_path: Path, runtime: Runtime
     assert chosen is not None and chosen[1].step == 2 and not chosen[2]
 
 
-def test_finished_checkpoint_is_kept_until_it_is_replaced(
+def test_finished_checkpoint_remains_until_it_is_replaced(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopping run may write the checkpoint of a step again with more content, and may be killed meanwhile."""

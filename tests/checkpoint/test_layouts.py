@@ -16,7 +16,7 @@ from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.checkpoint.source import CheckpointSource
 from megappo.config.model_files import read_architecture
 from tests.plan.test_measured import PROMPT, RESPONSE, SAMPLES, base_config
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.models import VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
@@ -86,11 +86,13 @@ def test_layouts_read_checkpoints_of_each_other(name: str, tmp_path: Path) -> No
     case = {"config": str(tmp_path / "run.yaml"), "samples": SAMPLES, "sequence_tokens": PROMPT + RESPONSE}
     case |= {"response_tokens": RESPONSE}
     steps = [tmp_path / "first" / f"step-00000{step}" for step in (1, 2)]
-    updates = ask("checkpoint_worker.py", 2, {**case, "overrides": first, "out": str(steps[0].parent), "read": []})
+    updates = run_worker(
+        "checkpoint_worker.py", 2, {**case, "overrides": first, "out": str(steps[0].parent), "read": []}
+    )
     assert updates == [[dict.fromkeys(("actor", "critic"), n) for n in (0, 1)]] * 2
     read = [(str(steps[1]), {"actor": 7, "critic": 9}), (str(steps[0]), {"actor": 0, "critic": 0})]
     out = tmp_path / "second"
-    updates = ask("checkpoint_worker.py", 2, {**case, "overrides": second, "out": str(out), "read": read})
+    updates = run_worker("checkpoint_worker.py", 2, {**case, "overrides": second, "out": str(out), "read": read})
     assert [counts[2:] for counts in updates] == [[{"actor": 7, "critic": 9}, {"actor": 0, "critic": 0}]] * 2
     least = 0.2 if name == "uneven" else 0.4  # ranks share equal tensors, and stages write separate tensors
     assert all(share > least for folder in (steps[1], out / "step-000002") for share in shares(folder))

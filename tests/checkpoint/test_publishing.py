@@ -212,6 +212,6 @@ def test_invalid_uploads_are_refused_before_the_export(
     with pytest.raises(ConfigError, match=f"127.0.0.1:9 cannot be reached .* hf upload {NAME} OUT"):
         check_hub(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set; export without it"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set; export without --push"):
         check_hub(NAME)
     assert not out.exists() and not hub.created

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.models import VOCAB, write_model
 
 # Not marked `versions`: torch 2.13 names groups by the number of groups of a rank, and Megatron makes uneven groups.
@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         family = "qwen3_moe" if name.startswith("experts") else "qwen3"
         folder = write_model(root / name / "model", family, 3, tie_word_embeddings=name.startswith("tied"))
         cases[name] = {"folder": str(folder), "root": str(root / name), **case}
-    return dict(ask("torch_dist_worker.py", 2, cases))
+    return dict(run_worker("torch_dist_worker.py", 2, cases))
 
 
 @pytest.mark.slow

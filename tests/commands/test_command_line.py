@@ -347,6 +347,13 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "usage: megappo" in capsys.readouterr().err
 
 
+def test_configuration_without_a_command_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["a.yaml", "run.steps=1"])
+    output = capsys.readouterr().err
+    assert "a.yaml is a configuration, and a command must come first; write: megappo train a.yaml\n" in output
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -25,7 +25,7 @@ from megappo.cli import main
 from megappo.commands.serve import make_service
 from megappo.config import load_config
 from megappo.engines.sglang.fleet import KEY_VARIABLE
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.waiting import wait_until
 from tests.support.checkpoints import one_step_run
 from tests.support.places import BASE, ROOT, TINY
@@ -145,7 +145,9 @@ def test_folder_of_another_user_executes_no_code(
 def test_server_of_a_crafted_model_executes_no_code(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sglang")
     monkeypatch.setenv(KEY_VARIABLE, "a key")
-    config = resolve_here(load_config(own_settings(crafted)[0], own_settings(crafted, "rollout.engine=sglang")[1:]))
+    config = resolve_for_device(
+        load_config(own_settings(crafted)[0], own_settings(crafted, "rollout.engine=sglang")[1:])
+    )
     service = make_service(config, host=None, port=0, index=0, linger_seconds=0.0)
     assert not service.spec.trust_remote_code
     assert service.spec.arguments(1, "key").get("trust-remote-code", False) is False
@@ -310,7 +312,7 @@ def _served(crafted: Path) -> int:
     try:
         arguments = own_settings(crafted, "rollout.engine=sglang", f"run.directory={crafted / 'mine'}")
         make_service(
-            resolve_here(load_config(arguments[0], arguments[1:])), host=None, port=0, index=0, linger_seconds=0.0
+            resolve_for_device(load_config(arguments[0], arguments[1:])), host=None, port=0, index=0, linger_seconds=0.0
         )
     except ValueError:
         return 2

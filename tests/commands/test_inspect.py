@@ -50,7 +50,7 @@ def test_sample_is_shown_token_by_token(run: Path, capsys: pytest.CaptureFixture
         "prompt 0: 0+4=",
         r"response, 3 tokens, ended by itself: 4\x1b[2J!<eos>",
         "right answer: 4",
-        "reward: 1, which the reward gave as 2",
+        "reward: 1, from the score 2",
     ]
     table = [line.split() for line in lines[7:11]]
     assert table == [
@@ -90,7 +90,7 @@ def test_rewards_of_other_tokens_are_reported(tmp_path: Path, capsys: pytest.Cap
     astray = replace(saved.experience, rewards_BR=rows([0.25, 0.5, 0.25], [0.0]))
     save_step(tmp_path / "experience", 1, replace(saved, experience=astray))
     lines = inspect_lines(capsys, tmp_path, "--sample", 0)
-    assert lines[1] == "settings: not known (no config.yaml beside it)"
+    assert lines[1] == "settings: not known (no config.yaml next to it)"
     assert (
         "rewards: sum 0.5, on the last own token 25.0% of their size, on tokens that are not the model's 50.0%" in lines
     )
@@ -145,7 +145,7 @@ def test_rewards_of_turns_count(tmp_path: Path, is_older: bool, capsys: pytest.C
     assert [line.split()[1] for line in inspect_lines(capsys, tmp_path)[4:6]] == ["1", "-0.5"]
     assert listed(inspect_lines(capsys, tmp_path, "--reward", "0.9:1")) == ["0"]
     assert listed(inspect_lines(capsys, tmp_path, "--reward", "0.2:0.3")) == []
-    assert "reward: 1, which the reward gave as 0.875" in inspect_lines(capsys, tmp_path, "--sample", 0)
+    assert "reward: 1, from the score 0.875" in inspect_lines(capsys, tmp_path, "--sample", 0)
     assert r"the episode failed: raised: no \x1b[2J" in inspect_lines(capsys, tmp_path, "--sample", 1)
     assert read_numbers([path]).rewards_B.tolist() == [1.0, -0.5]
     shown = saved_samples({1: [path]}, 1.0)

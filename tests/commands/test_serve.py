@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megappo.cli import main
-from megappo.commands.serve import StopRequest, kept_key
+from megappo.commands.serve import StopRequest, shared_key
 from megappo.config import ConfigError
 from megappo.engines.sglang.fleet import KEY_VARIABLE
 from megappo.engines.sglang.guard import session_pids
@@ -183,7 +183,7 @@ def test_server_ends_with_a_killed_supervisor(site: Site) -> None:
         time.sleep(0.1)
 
 
-def test_server_without_readiness_is_given_up(site: Site) -> None:
+def test_server_without_readiness_is_abandoned(site: Site) -> None:
     serving = site.serve(FAKE_FAILS="yes")
     _, output = serving.communicate(timeout=60)
     assert serving.returncode == 1
@@ -195,9 +195,9 @@ def test_servers_without_a_key_share_a_new_key(tmp_path: Path, capsys: pytest.Ca
     """Several servers may start at the same time. No other user can read the key."""
     folder = tmp_path / "run" / "engines"
     with ThreadPoolExecutor(8) as pool:
-        keys = set(pool.map(kept_key, [folder] * 8))
+        keys = set(pool.map(shared_key, [folder] * 8))
     (key,) = keys
-    assert len(key) == 32 and key == kept_key(folder) != kept_key(tmp_path / "other")
+    assert len(key) == 32 and key == shared_key(folder) != shared_key(tmp_path / "other")
     assert [path.name for path in folder.iterdir()] == ["key"]
     assert (folder / "key").stat().st_mode & 0o777 == 0o600
     output = capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_servers_without_a_key_share_a_new_key(tmp_path: Path, capsys: pytest.Ca
     assert key not in output
     (folder / "key").chmod(0o640)
     with pytest.raises(ConfigError, match="others can read .*, which holds the servers' key; remove it"):
-        kept_key(folder)
+        shared_key(folder)
 
 
 def test_server_without_a_key_creates_a_key(site: Site) -> None:

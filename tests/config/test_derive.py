@@ -124,7 +124,7 @@ BROKEN: list[tuple[int, tuple[str, ...], list[str]]] = [
     ),
     (1, ("reference.refresh_every_steps=3", "actor.lora={rank: 2, alpha: 4}"), ["actor.lora trains only adapters"]),
     (1, ("run.max_hours=2", "checkpoint=null"), ["run.max_hours 2 stops the run with a checkpoint", "remove one of"]),
-    (1, ("critic.warmup_steps=11",), ["critic.warmup_steps 11 is above run.steps 10", "set 10 to train the"]),
+    (1, ("critic.warmup_steps=11",), ["critic.warmup_steps 11 is above run.steps 10", "set 10 to train only the"]),
     (1, ("reward={function: model, model_path: nowhere}",), ["reward.model_path 'nowhere' is not a folder"]),
     (2, ("actor.layout.first_rank=2",), ["first_rank 2 is outside the world of 2 ranks", "set at most 1"]),
     (2, ("actor.layout.ranks=3",), ["first_rank 0 + ranks 3 = 3", "actor.layout.ranks to 2", "start 3 processes"]),

@@ -26,7 +26,7 @@ MODEL = TINY
 
 EVERY_COMMAND = """
 import contextlib, io, json, sys, time
-from megappo.runtime.heap import collections_put_off
+from megappo.runtime.allocator import collections_put_off
 with collections_put_off():
     import megappo.doctor, megappo.commands.dry_run, megappo.commands.plan, megappo.commands.serve
     from transformers import AutoConfig, AutoTokenizer
@@ -122,7 +122,7 @@ def test_silent_hub_is_not_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        with pytest.raises(ConfigError, match=f"and {endpoint} does not answer in 0.3 seconds .HF_HUB_ETAG_TIMEOUT"):
+        with pytest.raises(ConfigError, match=f"and {endpoint} does not answer in 0.3 seconds .increase HF_HUB_ETAG"):
             hub.hub_folder("Some/Model")
 
 

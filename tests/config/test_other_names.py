@@ -112,5 +112,5 @@ def test_each_setting_in_a_foreign_section_is_reported() -> None:
     assert [problem.split(": ", 2)[2].partition("actor_rollout_ref.")[2] for problem in error.value.problems] == [
         "actor.optim.lr is not a setting; did you mean actor.optimizer.learning_rate?",
         "rollout.name is not a setting; did you mean rollout.engine?",
-        "rollout.foo is not a setting; `megappo settings` lists what there is",
+        "rollout.foo is not a setting; `megappo settings` lists all settings",
     ]

@@ -94,7 +94,7 @@ def test_an_unknown_user_is_refused(home: Path) -> None:
         load_config(BASE, ["run.directory=~nobody-here/x"])
 
 
-def test_another_users_home_is_found() -> None:
+def test_home_of_another_user() -> None:
     assert str(load_config(BASE, ["run.directory=~root/x"]).run.directory) == f"{Path('~root').expanduser()}/x"
 
 
@@ -134,7 +134,7 @@ def test_a_saved_configuration_has_the_whole_path(home: Path, tmp_path: Path) ->
     assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_configurations_and_machines_are_found_at_home(home: Path) -> None:
+def test_configurations_and_machines_at_home(home: Path) -> None:
     (home / "run.yaml").write_text(BASE.read_text())
     (home / "more.yaml").write_text("run: {steps: 3}\n")
     config = load_config("~/run.yaml", ["~/more.yaml"])

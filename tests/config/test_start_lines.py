@@ -59,7 +59,7 @@ def test_job_line_has_the_repository_and_configuration(folder: Path, monkeypatch
         assert arguments == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "launch/slurm/ppo.sbatch", "a.yaml"]
         return
     assert arguments[:2] == [f"MEGAPPO_ROOT={ROOT}", "sbatch"]
-    assert arguments[-2:] == [str(ROOT / "launch/slurm/ppo.sbatch"), str(folder / "a.yaml")]
+    assert arguments[-2:] == [str(ROOT / "launch/slurm/ppo.sbatch"), "a.yaml"]
 
 
 @pytest.mark.waits

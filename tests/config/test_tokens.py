@@ -42,7 +42,7 @@ from megappo.reshard.writer import write_policy
 from megappo.runtime.interrupts import NeverStop
 from megappo.types import Prompt
 from tests.support.data import character_tokenizer
-from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, asked, tokenizer
+from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, prompts_and_requests, tokenizer
 from tests.support.places import BASE, ROOT, TINY
 from tests.support.worlds import QUICKSTART, megappo, pretrained
 
@@ -319,7 +319,7 @@ def test_episode_with_token_without_a_row_fails_alone(act: Any, template: str | 
 
     runner = narrow_runner(Speaks(), Reading(lambda _: "yes"), template)
     try:
-        done = runner.generate(*asked(2), PARAMS)
+        done = runner.generate(*prompts_and_requests(2), PARAMS)
     finally:
         runner.close()
     good, bad = (completion.episode for completion in done)
@@ -352,7 +352,7 @@ def test_agent_request_with_token_without_a_row_is_refused(later: bool) -> None:
     runner = narrow_runner(Served(), Reading(lambda _: "yes"), WITH_ADDED)
     with pytest.raises(TooManyFailuresError, match="the agent gives up"):
         try:
-            runner.generate(*asked(1), PARAMS)
+            runner.generate(*prompts_and_requests(1), PARAMS)
         finally:
             runner.close()
     status, text = answers[-1]
@@ -387,7 +387,7 @@ def test_custom_generation_needs_rows_for_its_tokens(
 
 
 def test_completions_with_tokens_without_a_row_are_refused() -> None:
-    prompts, requests = asked(1)
+    prompts, requests = prompts_and_requests(1)
     samples = SampleRequests(tuple(prompts), (0,), 1, tuple(requests))
     answer = [Completion((1, END), (0.0, 0.0), False, 0)]
     with pytest.raises(RunError, match=f"the engine answered with token {END}, for which the model has no row"):

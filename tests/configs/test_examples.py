@@ -79,8 +79,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
             ["critic.minibatch_sequences=8"] if "critic" in yaml.safe_load(configuration(example).read_text()) else []
         )
         small = [*SMALL, *critic]
-        words = ["train", str(configuration(example).relative_to(ROOT)), f"run.directory={folder / example.name}"]
-        lines.append({"arguments": [*words, *FEW_STEPS, *small], "processes": 1, "expect": "0"})
+        arguments = ["train", str(configuration(example).relative_to(ROOT)), f"run.directory={folder / example.name}"]
+        lines.append({"arguments": [*arguments, *FEW_STEPS, *small], "processes": 1, "expect": "0"})
     attempts(folder, *lines, timeout=280)
     return {example.name: folder / example.name for example in ALONE}
 
@@ -118,7 +118,7 @@ def test_value_pretraining_example(tmp_path: Path) -> None:
                 "rollout.save_to=null", "--critic-only", *small]  # fmt: skip
     policy = ["train", path, f"run.directory={tmp_path / 'policy'}", "run.steps=1", "rollout.save_to=null",
               f"critic.start_from={tmp_path / 'critic'}", *small]  # fmt: skip
-    lines = [{"arguments": words, "processes": 1, "expect": "0"} for words in (first, pretrain, policy)]
+    lines = [{"arguments": arguments, "processes": 1, "expect": "0"} for arguments in (first, pretrain, policy)]
     attempts(tmp_path, *lines, timeout=280)
     assert "critic/held_out_explained_variance" in read_metrics(tmp_path / "critic" / "metrics.jsonl")[-1]
 
@@ -161,8 +161,10 @@ def grader() -> Iterator[str]:
 @pytest.mark.waits
 def test_judge_example(tmp_path: Path, grader: str) -> None:
     """tests/sglang/test_judge.py runs a judge on a real server. The score 7 of 10 is the reward 0.7."""
-    words = ["train", "configs/examples/12_judge/judge.yaml", f"run.directory={tmp_path / 'run'}"]
-    done = start("megappo", *words, *FEW_STEPS, *SMALL, "critic.minibatch_sequences=8", f"reward.judge.url={grader}")
+    arguments = ["train", "configs/examples/12_judge/judge.yaml", f"run.directory={tmp_path / 'run'}"]
+    done = start(
+        "megappo", *arguments, *FEW_STEPS, *SMALL, "critic.minibatch_sequences=8", f"reward.judge.url={grader}"
+    )
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["reward/mean"] == pytest.approx(0.7)
 
@@ -171,8 +173,8 @@ def test_judge_example(tmp_path: Path, grader: str) -> None:
 @pytest.mark.waits
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the full environment")
 def test_disaggregated_example(tmp_path: Path) -> None:
-    words = ["train", "configs/examples/14_disaggregated/disaggregated.yaml", f"run.directory={tmp_path / 'run'}"]
-    done = start("megappo", *words, *FEW_STEPS, *SMALL, "critic.minibatch_sequences=8")
+    arguments = ["train", "configs/examples/14_disaggregated/disaggregated.yaml", f"run.directory={tmp_path / 'run'}"]
+    done = start("megappo", *arguments, *FEW_STEPS, *SMALL, "critic.minibatch_sequences=8")
     assert done.returncode == 0, done.stderr
     assert [line.get("rollout/lag") for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["step"]] == [
         0,
@@ -183,7 +185,11 @@ def test_disaggregated_example(tmp_path: Path) -> None:
 def test_sweep_example_sets_a_value_for_each_task(capsys: pytest.CaptureFixture[str]) -> None:
     """The command of the README, run by a shell in place of sbatch. tests/slurm runs array jobs."""
     text = (ROOT / "configs" / "examples" / "15_sweep" / "README.md").read_text()
-    (line,) = [words for words in map(shlex.split, text.replace("\\\n", " ").splitlines()) if words[:1] == ["sbatch"]]
+    (line,) = [
+        arguments
+        for arguments in map(shlex.split, text.replace("\\\n", " ").splitlines())
+        if arguments[:1] == ["sbatch"]
+    ]
     script = line[line.index("--wrap") + 1]
     assert line[line.index("--array") + 1] == "0-2" and "bash launch/slurm/ppo.sbatch" in script
     values = script.split("set -- ")[1].split(";")[0].split()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config import load_config
-from megappo.plan.planner import models_beside, planning
+from megappo.plan.planner import local_models_folder, planning
 from megappo.plan.search import best_layouts
 from tests.support.places import ROOT
 from tests.support.quick import cases
@@ -33,7 +33,7 @@ def test_planned_throughput_is_current(name: str) -> None:
     """No rank uses more than 90% of the memory of its device in any stage."""
     gpus, machine, rate, before = HEADS[name].groups()
     config = load_config(path_of(name))
-    planned = planning(config, machine, int(gpus), models_beside(path_of(name)))
+    planned = planning(config, machine, int(gpus), local_models_folder(path_of(name)))
     assert config.rollout.batch_sequences / planned.plan.step_seconds == pytest.approx(float(rate), rel=0.005)
     assert float(before) < float(rate)
     assert planned.plan.fits and planned.plan.fullest.peak < 0.9 * planned.machine.memory_bytes
@@ -43,6 +43,6 @@ def test_planned_throughput_is_current(name: str) -> None:
 def test_search_finds_no_much_faster_layout(name: str) -> None:
     gpus, machine, _, _ = HEADS[name].groups()
     config = load_config(path_of(name))
-    planned = planning(config, machine, int(gpus), models_beside(path_of(name)))
+    planned = planning(config, machine, int(gpus), local_models_folder(path_of(name)))
     fastest = best_layouts(config, planned.models, planned.machine, int(gpus), count=1)[0]
     assert 0.95 * planned.plan.step_seconds < fastest.step_seconds <= planned.plan.step_seconds * (1 + 1e-9)

@@ -129,3 +129,5 @@ def test_batch_script_has_the_longest_lead_time(script: str) -> None:
             leads.append(planned(path)[1].stopping.lead_seconds)
     text = (ROOT / "launch" / "slurm" / script).read_text()
     assert re.findall(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE) == [str(max(leads))]
+    guide, lead = (ROOT / "launch/README.md").read_text(), max(leads)
+    assert f"`USR1@{lead}`" in guide and f" {lead // 60} " in guide

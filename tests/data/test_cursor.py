@@ -76,7 +76,10 @@ def test_cursor_resumes_at_its_position(taken: int) -> None:
         ({**ORDER, "epoch": 0, "position": 5, "fingerprint": "f" * 64}, "outside of 5 prompts"),
         ({**ORDER, "epoch": 0}, "lacks fingerprint, position"),
         ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "seed": 2}, "cursor has run.seed 2"),
-        ({**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "shuffle": False}, "data.shuffle false, not of"),
+        (
+            {**ORDER, "epoch": 0, "position": 0, "fingerprint": "f" * 64, "shuffle": False},
+            "data.shuffle false, but",
+        ),
     ],
 )
 def test_states_of_other_data_are_rejected(state: dict[str, object], sentence: str) -> None:

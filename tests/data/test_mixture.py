@@ -140,12 +140,12 @@ def test_changed_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state = training_cursor(before, data(before), 3).state_dict()
     monkeypatch.setitem(SIZES, "math", SIZES["math"] + 1)
     changed, now = tmp_path / "math.jsonl", read(weights, tmp_path)
-    with pytest.raises(ValueError, match=rf"answers of data.mixture.math, '{changed}', are not those the run began"):
+    with pytest.raises(ValueError, match=rf"answers of data.mixture.math, '{changed}', differ from the start"):
         training_cursor(now, data(now), 3).load_state_dict(state)
     alone = DataSettings(train=DataSourceSettings(source=str(changed)), max_prompt_tokens=20, apply_chat_template=False)
     state = training_cursor(read_prompts(alone, character_tokenizer()), alone, 3).state_dict()
     changed.write_text(json.dumps({"prompt": "yet another"}))
-    with pytest.raises(ValueError, match=rf"answers of data.train, '{changed}', are not those the run began"):
+    with pytest.raises(ValueError, match=rf"answers of data.train, '{changed}', differ from the start"):
         training_cursor(read_prompts(alone, character_tokenizer()), alone, 3).load_state_dict(state)
 
 

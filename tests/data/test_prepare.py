@@ -157,13 +157,13 @@ def test_countdown_is_generated_from_a_seed(tmp_path: Path) -> None:
     [
         ("gsm8k", {"train.jsonl": [{"question": "q", "answer": "7"}]}, "line 1 has no number after #### in the"),
         ("gsm8k", {"train.jsonl": [{"problem": "q"}]}, "line 1 has None as its question, must be a text"),
-        ("math", {"train.jsonl": [{"problem": "q", "solution": "7"}]}, r"line 1 has no \boxed{} in its solution"),
+        ("math", {"train.jsonl": [{"problem": "q", "solution": "7"}]}, r"line 1 has no \boxed{} in the solution"),
         ("dapo", {"dapo-math-17k.jsonl": [{"prompt": "q"}]}, "line 1 lacks data_source, reward_model, unlike the"),
         ("gsm8k", {}, "contains no train.parquet or train.jsonl, and no parts"),
-        ("gsm8k", {"train_socratic.jsonl": GSM8K}, "holds no train.parquet or train.jsonl"),
+        ("gsm8k", {"train_socratic.jsonl": GSM8K}, "contains no train.parquet or train.jsonl"),
         ("gsm8k", {"train-00000-of-00002.parquet": GSM8K}, "which are not the parts of one train; use one file"),
-        ("gsm8k", {"a/train.jsonl": GSM8K, "b/train.jsonl": GSM8K}, "holds a/train.jsonl, b/train.jsonl, which are"),
-        ("gsm8k", {"train.jsonl": GSM8K}, "holds no test.parquet or test.jsonl"),
+        ("gsm8k", {"a/train.jsonl": GSM8K, "b/train.jsonl": GSM8K}, "contains a/train.jsonl, b/train.jsonl, which are"),
+        ("gsm8k", {"train.jsonl": GSM8K}, "contains no test.parquet or test.jsonl"),
     ],
 )
 def test_unsupported_files_are_rejected(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megappo.config.data import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset, prompts
-from megappo.data.unknown import unknown_words
+from megappo.data.unknown import unknown_token_warning
 from megappo.environments.agent import task_of
 from megappo.types import CHAT_MESSAGES
 from tests.support import data as helpers_data
@@ -273,9 +273,9 @@ def tokenizer_with_unknown(alphabet: str, **named: str) -> PreTrainedTokenizerFa
     [
         ("abc", {"unk_token": "?"}, ""),
         ("ab", {"unk_token": "?"}, "1 of 2 prompts of DATA have unknown tokens: 2 of 7 tokens are \\?"),
-        ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*, 7 of 7 tokens are"),
-        ("c", {}, "2 of 2 prompts of DATA .*, 5 of 7 tokens are"),  # unknown token without a setting
-        ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*, 4 of 7 tokens are"),
+        ("x", {"unk_token": "?"}, "2 of 2 prompts of DATA .*: 7 of 7 tokens are"),
+        ("c", {}, "2 of 2 prompts of DATA .*: 5 of 7 tokens are"),  # unknown token without a setting
+        ("a", {"unk_token": "?", "pad_token": "?"}, "2 of 2 prompts of DATA .*: 4 of 7 tokens are"),
         ("a", {"unk_token": "?", "eos_token": "?"}, ""),  # a template can write this token
     ],
 )
@@ -285,5 +285,5 @@ def test_unknown_tokens_are_counted(tmp_path: Path, alphabet: str, named: dict[s
     source, tokenizer = DataSourceSettings(source=str(path)), tokenizer_with_unknown(alphabet, **named)
     settings = DataSettings(train=source, apply_chat_template=False, max_prompt_tokens=20)
     loaded = PromptDataset(source, settings, tokenizer)
-    warning = unknown_words(loaded, tokenizer)
+    warning = unknown_token_warning(loaded, tokenizer)
     assert re.search(pattern.replace("DATA", re.escape(str(path))), warning) if pattern else warning == ""

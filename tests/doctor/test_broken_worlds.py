@@ -267,7 +267,7 @@ def test_machines_with_different_settings_of_nccl(monkeypatch: pytest.MonkeyPatc
     assert list(differing_settings(merge([("a", [ours]), ("b", [ours])]))) == []
     (finding,) = differing_settings(merge([("a", [ours]), ("b", [theirs]), ("c", [ours])]))
     assert finding.state == "broken" and finding.remedy == "export the same values on all machines"
-    assert "a, c: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0; b: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_EN" in finding.words
+    assert "a, c: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_ENABLE=0; b: NCCL_CUMEM_ENABLE=0 and NCCL_NVLS_EN" in finding.text
 
 
 @pytest.mark.waits
@@ -392,7 +392,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, [1.0] * 4):
         results = {f.check: f for f in device_findings(None, Ranks(0, 8, 0, 8))}
     assert results["gpu"].state == "broken"
-    assert results["gpu"].words == "8 ranks are on this machine, which has 4 visible CUDA devices"
+    assert results["gpu"].text == "8 ranks are on this machine, which has 4 visible CUDA devices"
     assert results["gpu"].remedy == "start at most 4 per machine"
 
 
@@ -416,7 +416,7 @@ def test_gpus_without_a_rank_are_reported(
     if launched:
         monkeypatch.setenv("RANK", "0")
     with gpus(monkeypatch, [1.0] * 4):
-        messages = [f.words for f in device_findings(None, Ranks(*ranks)) if f.state == "slow" and "unused" in f.words]
+        messages = [f.text for f in device_findings(None, Ranks(*ranks)) if f.state == "slow" and "unused" in f.text]
     local_ranks = ranks[3]
     assert messages == (
         [f"{local_ranks} ranks run on this machine, so {idle} of its 4 GPUs are unused"] if idle else []
@@ -428,7 +428,7 @@ def test_end_time_of_an_earlier_job_is_reported(monkeypatch: pytest.MonkeyPatch)
     from megappo.runtime.launchers import Ranks
 
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    (finding,) = [f for f in device_findings(None, Ranks(0, 1, 0, None)) if "SLURM_JOB_END_TIME" in f.words]
+    (finding,) = [f for f in device_findings(None, Ranks(0, 1, 0, None)) if "SLURM_JOB_END_TIME" in f.text]
     assert finding.state == "slow" and finding.remedy == "unset it"
 
 
@@ -439,7 +439,7 @@ def test_gpu_with_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, [1.0, 0.25]):
         results = {f.check: f for f in device_findings(None, Ranks(0, 2, 0, 2))}
     assert (results["gpu"].state, results["links"].state) == ("slow", "fine")
-    assert results["gpu"].words == "2 x NVIDIA H100 80GB HBM3; other processes use 1 (20 of 80 GB free)"
+    assert results["gpu"].text == "2 x NVIDIA H100 80GB HBM3; other processes use 1 (20 of 80 GB free)"
     assert results["gpu"].remedy == "end the processes that nvidia-smi lists"
 
 

@@ -16,7 +16,7 @@ from megappo.config import ConfigError, Derived, RoleNumbers, load_config
 from megappo.config.grid import Grid
 from megappo.doctor.findings import Finding, any_broken, as_text, broken, fine, merge, slow, until_refused
 from megappo.doctor.network import GroupKind, Measured, group_kinds, judge
-from megappo.doctor.software import REQUIRED, SGLANG, holds, logger_findings
+from megappo.doctor.software import REQUIRED, SGLANG, logger_findings, satisfies
 from megappo.errors import RunError
 from tests.support.places import BASE, ROOT
 
@@ -43,7 +43,7 @@ def test_requirements_equal_those_of_the_package() -> None:
     ],
 )
 def test_versions(version: str, bounds: str, is_satisfied: bool) -> None:
-    assert holds(version, bounds) is is_satisfied
+    assert satisfies(version, bounds) is is_satisfied
 
 
 @pytest.fixture
@@ -143,10 +143,10 @@ def test_groups_of_context_parallel_ranks() -> None:
 def test_slow_group_is_named() -> None:
     kind = GroupKind("actor TP 8", tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(3)))
     measured = {ranks: Measured(3e-5, 300e9) for ranks in kind.groups}
-    assert judge(kind, measured, "cuda").words == "actor TP 8 (3 groups): 300.00 GB/s, 30 us"
+    assert judge(kind, measured, "cuda").text == "actor TP 8 (3 groups): 300.00 GB/s, 30 us"
     measured[kind.groups[1]] = Measured(9e-5, 20e9)
     finding = judge(kind, measured, "cuda")
     assert finding.state == "slow"
-    assert finding.words.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the median")
+    assert finding.text.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the median")
     everywhere = dict.fromkeys(kind.groups, Measured(1e-3, 1e9))
-    assert "below 10 GB/s" in judge(kind, everywhere, "cuda").words
+    assert "below 10 GB/s" in judge(kind, everywhere, "cuda").text

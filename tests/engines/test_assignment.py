@@ -98,7 +98,7 @@ def test_requests_of_failed_engines_are_spread_evenly(failing: tuple[int, ...]) 
     assert max(alive) - min(alive) <= 0.15 * max(alive)
 
 
-def test_answers_of_failed_engines_are_kept() -> None:
+def test_answers_of_failed_engines_count() -> None:
     of_ranks = shares(16, 64, samples=2)
     answered = played(of_ranks, 8, {3: 1})
     assert len(answered) == 128

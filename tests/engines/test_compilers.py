@@ -76,8 +76,8 @@ def test_doctor_reports_missing_compilers(
     finding = compiler_finding({"PATH": ""})
     assert finding.state == "broken"
     nowhere = tmp_path / "nowhere"
-    assert finding.words.endswith(f"lacks nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
+    assert finding.text.endswith(f"does not have nvcc and lib64/libcudart.so in {nowhere}, a C++ compiler, ninja")
     assert "module load cuda" in finding.remedy
     own = toolkit_in(tmp_path / "own")
     finding = compiler_finding({**bare, "CUDA_HOME": str(own)})
-    assert (finding.state, finding.words) == ("fine", f"servers compile kernels with {own}")
+    assert (finding.state, finding.text) == ("fine", f"servers compile kernels with {own}")

@@ -45,7 +45,7 @@ class Mortal:
         self._signal.due = self._lives is None and self.checks == 3
         return self._lives is None or self.checks <= self._lives
 
-    def tell_parts(self, sentence: str) -> None:
+    def notify_parts(self, sentence: str) -> None:
         self.messages.append(sentence)
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ from megappo.config import ConfigError, load_config
 from megappo.config.engine import ENGINES
 from megappo.doctor.software import generation_finding
 from megappo.engines.registry import find_engine
-from megappo.plugins import failure_words, load_function
+from megappo.plugins import failure_text, load_function
 from megappo.rewards.rules import number
 from tests.support.places import QUICKSTART
 
@@ -158,7 +158,7 @@ def test_failure_message_has_line_of_user_code(
 ) -> None:
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.delitem(sys.modules, "theirs", raising=False)
-    message = failure_words(raised(load_function(f"theirs:{name}", "a setting")))
+    message = failure_text(raised(load_function(f"theirs:{name}", "a setting")))
     assert (
         message.startswith(expected) and message.endswith(f" ({tmp_path / 'theirs.py'}:{line})") and len(message) < 400
     )
@@ -168,4 +168,4 @@ def test_megappo_errors_have_no_user_line() -> None:
     with pytest.raises(ValueError, match="needs an answer") as caught:
         number(prompt="", response="", answer=None, metadata={})
     caught.value.__traceback__ = caught.tb.tb_next  # without this test's frame
-    assert failure_words(caught.value).endswith("set data.train.answer_key")
+    assert failure_text(caught.value).endswith("set data.train.answer_key")

@@ -668,7 +668,7 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
         (["rollout.sglang.environment={'A B': x}"], "has 'A B', which is no name of a variable; name one"),
         (
             ["rollout.sglang.environment={SGLANG_RETURN_ORIGINAL_LOGPROB: 1}"],
-            "but log-probabilities would not be those of the distribution that was sampled from; remove it",
+            "log-probabilities would differ from those of the sampling distribution",
         ),
         (
             ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], environment: {A: b}}"],
@@ -897,7 +897,10 @@ def test_derived_values_follow_new_parameters() -> None:
     [
         (SlicePlace("columns", 0, 1, 0, "float32", 0, 32), "the engine has no parameter columns"),
         (SlicePlace("rows", 0, 1, 0, "float32", 0, 28), "holds rows as .4, 2. of torch.float32, not as 7 elements"),
-        (SlicePlace("rows", 0, 1, 0, "bfloat16", 0, 16), "not as 8 elements of torch.bfloat16; remove what changes"),
+        (
+            SlicePlace("rows", 0, 1, 0, "bfloat16", 0, 16),
+            "not as 8 elements of torch.bfloat16; remove arguments",
+        ),
         (SlicePlace("experts", 1, 4, 0, "float32", 0, 32), "not as 32 elements of torch.float32"),
     ],
 )

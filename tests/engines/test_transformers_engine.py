@@ -127,7 +127,9 @@ def test_nan_logprobs_name_engine_and_sample(folder: Path, model, greedy: bool) 
         tuple(Prompt(i, (3,), "3", None, {}) for i in range(3)), (40, 41, 42), 1, tuple(prompts_of_batch)
     )
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    sentence = r"^the engine 'transformers' answered sample 41 with the log-probability nan of token \d+, .* number 1;"
+    sentence = (
+        r"^the engine 'transformers' answered sample 41 with the log-probability nan of token \d+ at position 1 of"
+    )
     with pytest.raises(RunError, match=sentence):
         finish_rollout(sample_requests, answers, tokenizer, VOCAB, "the engine 'transformers'")
 
@@ -235,7 +237,7 @@ def test_custom_generation_function_matches_engine(engine: TransformersEngine) -
     batch, greedy = requests(), replace(PARAMS, greedy=True)
     ends = engine.generate(batch, greedy)[0].token_ids[1]  # some answers end at once, others never
     greedy = replace(greedy, stop_token_ids=(ends,))
-    function = find_generation(custom_generation("configs.examples.segments:segments", tokens=4))
+    function = find_generation(custom_generation("configs/examples/13_segments/segments.py:segments", tokens=4))
     assert function is not None
     answers, whole = generated(function, engine, (), batch, greedy), engine.generate(batch, greedy)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in whole]
@@ -252,8 +254,8 @@ def test_custom_generation_function_matches_engine(engine: TransformersEngine) -
     [
         (None, "returned a NoneType, must be a list of 1 completions"),
         ([], "returned 0 of them, must be a list of 1"),
-        ([Completion((), (), True, 0)], "a log-probability for each of their tokens, at least one"),
-        ([Completion((1, 2), (0.0,), True, 0)], "a log-probability for each of their tokens"),
+        ([Completion((), (), True, 0)], "at least one token and a log-probability"),
+        ([Completion((1, 2), (0.0,), True, 0)], "a log-probability for each token"),
         ([Completion((1,) * 10, (0.0,) * 10, True, 0)], "returned 10 tokens, above the limit of 9"),
     ],
 )
@@ -264,10 +266,10 @@ def test_invalid_custom_responses_are_rejected(engine: TransformersEngine, retur
 
 def test_unknown_generation_functions_are_rejected() -> None:
     assert find_generation(RolloutSettings(prompts_per_step=1, max_response_tokens=9)) is None
-    with pytest.raises(ValueError, match="did you mean 'configs.examples.segments:segments'"):
-        find_generation(custom_generation("configs.examples.segments:segment"))
+    with pytest.raises(ValueError, match="did you mean 'configs/examples/13_segments/segments.py:segments'"):
+        find_generation(custom_generation("configs/examples/13_segments/segments.py:segment"))
     with pytest.raises(ValueError, match="unexpected keyword argument 'token'; change its parameters"):
-        find_generation(custom_generation("configs.examples.segments:segments", token=4))
+        find_generation(custom_generation("configs/examples/13_segments/segments.py:segments", token=4))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -325,7 +327,7 @@ def test_router_replay_requires_routing_from_engine(tmp_path: Path) -> None:
     assert [replayed_routing(experts, engine) for engine in (silent, other)] == [None, None]
     assert replayed_routing(dense, returning) is None
     for engine in (silent, other):
-        with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not say which"):
+        with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not report"):
             replayed_routing(experts, engine, "algorithm.router_replay=true")
 
 
@@ -371,7 +373,7 @@ class StopAfter:
         self.left = looks
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         self.left -= 1
         return self.left < 0
 

@@ -23,7 +23,7 @@ from megappo.environments.confinement import confine, landlock_abi, why_not
 from megappo.environments.protocol import ToolResult
 from megappo.environments.tool_calling import ToolCalling
 from megappo.environments.tool_pool import ToolPool
-from tests.support.hostile import SECRET, Neighbour
+from tests.support.hostile import SECRET, HostileTargets
 from tests.support.quick import cases
 
 pytestmark = pytest.mark.waits
@@ -35,8 +35,8 @@ needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"this machine canno
 
 
 @pytest.fixture
-def targets(tmp_path: Path) -> Iterator[Neighbour]:
-    created = Neighbour(tmp_path)
+def targets(tmp_path: Path) -> Iterator[HostileTargets]:
+    created = HostileTargets(tmp_path)
     yield created
     created.process.kill()
     created.process.wait()
@@ -55,7 +55,7 @@ def run(code: list[str], settings: ToolSettings) -> list[ToolResult]:
 
 
 @needs_landlock
-def test_confined_programs_reach_nothing_outside_their_folder(targets: Neighbour) -> None:
+def test_confined_programs_reach_nothing_outside_their_folder(targets: HostileTargets) -> None:
     """A confined program reaches no foreign files, processes, network or shared memory. With confined=false it does."""
     attacks = targets.attacks()
     results = run(attacks, ToolSettings(workers=2))
@@ -97,7 +97,7 @@ def test_ordinary_programs_run_in_their_folder() -> None:
 
 @needs_landlock
 @pytest.mark.parametrize("abi", cases(ABIS, quick=ABIS[-1:]))
-def test_programs_are_confined_at_every_landlock_version(abi: int, targets: Neighbour, tmp_path: Path) -> None:
+def test_programs_are_confined_at_every_landlock_version(abi: int, targets: HostileTargets, tmp_path: Path) -> None:
     """Older versions of Landlock do not restrict ports and signals."""
     folder = tmp_path / "own"
     folder.mkdir()

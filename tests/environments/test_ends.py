@@ -27,7 +27,7 @@ from megappo.ppo.experience_files import read_samples, write_samples
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.ppo.shaping import RewardShaper
 from megappo.types import Rollouts
-from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, asked, runner
+from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, prompts_and_requests, runner
 from tests.support.places import BASE
 from tests.support.saved import samples
 
@@ -62,14 +62,14 @@ def played(environment: Any, **limits: Any) -> Completion:
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
     made = runner(environment, SayingEngine(lambda request: "ok"), **limits)
     try:
-        [completion] = made.generate(*asked(1), params)
+        [completion] = made.generate(*prompts_and_requests(1), params)
     finally:
         made.close()
     return completion
 
 
 def rollouts_of(completion: Completion, max_total_tokens: int | None = None) -> Rollouts:
-    [prompt], _ = asked(1)
+    [prompt], _ = prompts_and_requests(1)
     requests = SampleRequests((prompt,), (0,), 1, (), max_total_tokens)
     return finish_rollout(requests, [completion], TOKENIZER)
 

@@ -46,13 +46,14 @@ from tests.support.episodes import (
     TOKENIZER,
     PromptEngine,
     SayingEngine,
-    asked,
+    prompts_and_requests,
     runner,
     text_of,
     tokenizer,
 )
 from tests.support.places import BASE, ROOT
 
+GREETING = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 CPU = torch.device("cpu")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -101,7 +102,7 @@ class Echo:
 def test_model_sees_observations_and_trains_on_own_tokens() -> None:
     engine = SayingEngine(lambda request: f"t{len(text_of(request.token_ids))}")
     made = runner(Echo(), engine)
-    prompts, requests = asked(2)
+    prompts, requests = prompts_and_requests(2)
     completions = made.generate(prompts, requests, PARAMS)
     made.close()
     text = text_of(completions[0].token_ids)
@@ -136,7 +137,7 @@ def test_single_turn_episode_equals_plain_response() -> None:
 
     engine = SayingEngine(lambda request: f"seed {request.seed}")
     made = runner(Once(), engine)
-    prompts, requests = asked(5)
+    prompts, requests = prompts_and_requests(5)
     episodes = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
     made.close()
     plain = rollouts_of([engine.answer(request, PARAMS) for request in requests], prompts)
@@ -154,7 +155,7 @@ def test_advantages_of_three_turns_match_manual_calculation() -> None:
     values = torch.tensor([[1.0, 2.0, nan, 0.5, 1.5, nan, 3.0]])
     logprob = torch.tensor([[-1.0, -1.0, nan, -1.0, -1.0, nan, -1.0]])
     episode = Episode((Turn(0, 2, 1.0), Turn(3, 5, 2.0), Turn(6, 7, 4.0)))
-    prompts, _ = asked(1)
+    prompts, _ = prompts_and_requests(1)
     plain = rollouts_of([], [])
     ids = torch.zeros(1, dtype=torch.int64)
     one = replace(
@@ -232,7 +233,7 @@ class Mixed:
 def test_thousand_episodes_with_three_kinds_of_failure(kind: type[SayingEngine]) -> None:
     processes = {process.pid for process in psutil.Process().children(recursive=True)}
     made = runner(Mixed(), kind(lambda request: "ok"), max_seconds=1.5)
-    prompts, requests = asked(1000)
+    prompts, requests = prompts_and_requests(1000)
     start = time.monotonic()
     completions = made.generate(prompts, requests, PARAMS)
     assert time.monotonic() - start < 60
@@ -252,7 +253,7 @@ def test_thousand_episodes_with_three_kinds_of_failure(kind: type[SayingEngine])
 def test_too_many_failures_end_the_run() -> None:
     made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0, max_failure_fraction=0.1)
     with pytest.raises(TooManyFailuresError, match=r"3 of 20 episodes failed, .* the first: raised: KeyError"):
-        made.generate(*asked(20), PARAMS)
+        made.generate(*prompts_and_requests(20), PARAMS)
     made.close()
 
 
@@ -272,9 +273,9 @@ def test_episodes_do_not_wait_for_slow_turns() -> None:
 
     deadline = time.monotonic() + 60
     engine = PromptEngine(reply)
-    engine.holds = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < deadline
+    engine.keeps_requests = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < deadline
     made = runner(Noted(), engine)
-    made.generate(*asked(100), PARAMS)
+    made.generate(*prompts_and_requests(100), PARAMS)
     made.close()
     assert ended_counts == [99, 99, 99] and len(ended) == 100
 
@@ -284,7 +285,7 @@ def played(environment: Any, reply: str = "ok", **limits: Any) -> Any:
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
     made = runner(environment, SayingEngine(lambda request: reply), **limits)
     try:
-        [completion] = made.generate(*asked(1), params)
+        [completion] = made.generate(*prompts_and_requests(1), params)
     finally:
         made.close()
     return completion.episode, text_of(completion.token_ids), completion
@@ -411,7 +412,7 @@ def test_mean_without_values_is_absent() -> None:
 @pytest.mark.parametrize(
     ("act", "reason"),
     [
-        (lambda s: s.observe_token_ids([1, len(TOKENIZER)]), "is none of"),
+        (lambda s: s.observe_token_ids([1, len(TOKENIZER)]), "must be one of"),
         (lambda s: s.observe_token_ids([True, "a"]), "'a', must be one of"),
         (lambda s: s.observe(3), "observed 3, must be a text"),
         (lambda s: s.reward("1"), "gave the reward '1', must be a number"),
@@ -449,7 +450,7 @@ def test_episodes_with_no_or_concurrent_turns_are_invalid() -> None:
 def test_failed_episodes_get_the_failure_score() -> None:
     """Other episodes keep the environment's rewards. The score of the reward function is added to the last token."""
     made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0)
-    prompts, requests = asked(20, answer="ok")
+    prompts, requests = prompts_and_requests(20, answer="ok")
     rollouts = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
     made.close()
     for function, own in (("environment", 0.0), ("exact", 1.0)):
@@ -491,7 +492,9 @@ def test_chat_continues_with_the_template() -> None:
     """The template also closes a turn that `max_turn_tokens` truncated."""
     for most, end in ((None, "Yes.<|im_end|>"), (2, "Ye<|im_end|>")):
         made = runner(Chatty(), SayingEngine(lambda request: "Yes."), template=CHATML, max_turn_tokens=most)
-        [completion] = made.generate(*asked(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), PARAMS)
+        [completion] = made.generate(
+            *prompts_and_requests(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), PARAMS
+        )
         made.close()
         messages = [{"role": "user", "content": text} for text in ("one", "two")]
         rendered = tokenizer(CHATML).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -504,7 +507,9 @@ def test_template_closes_turn_ended_by_stop_text() -> None:
     """The turn keeps the tokens of the stop text and does not count as truncated."""
     params = replace(PARAMS, stop_texts=StopTexts(("es", "No"), TOKENIZER))
     made = runner(Chatty(), SayingEngine(lambda request: "Yes. No."), template=CHATML)
-    [completion] = made.generate(*asked(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), params)
+    [completion] = made.generate(
+        *prompts_and_requests(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), params
+    )
     made.close()
     messages = [{"role": "user", "content": text} for text in ("one", "two")]
     rendered = tokenizer(CHATML).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -514,7 +519,7 @@ def test_template_closes_turn_ended_by_stop_text() -> None:
 
 
 def test_total_tokens_of_prompt_and_episode_are_limited() -> None:
-    prompts, requests = asked(1)
+    prompts, requests = prompts_and_requests(1)
     made = runner(Echo(5), SayingEngine(lambda request: "okay"))
     [completion] = made.generate(prompts, [replace(requests[0], max_new_tokens=33)], PARAMS)
     made.close()
@@ -746,7 +751,7 @@ def test_a_model_calls_tools_and_answers() -> None:
     ]
     answers = iter(replies)
     made = runner(ToolCalling(tools=BOTH), SayingEngine(lambda request: next(answers)), template=CHATML)
-    prompts, requests = asked(1, "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n")
+    prompts, requests = prompts_and_requests(1, "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n")
     [completion] = made.generate(prompts, requests, replace(PARAMS, max_new_tokens=2000))
     made.close()
     text = text_of(completion.token_ids)
@@ -758,11 +763,11 @@ def test_a_model_calls_tools_and_answers() -> None:
     assert list(ToolCalling().tools) == ["calculator"]  # python is off by default
 
 
-def test_guess_environment_gives_hints() -> None:
+def test_guess_environment_returns_hints() -> None:
     answers = iter(["50", "well", "no 25?", "37"])
     engine = SayingEngine(lambda request: next(answers))
     made = runner(GuessNumber(cost_per_turn=0.125), engine)
-    [completion] = made.generate(*asked(1, answer="37"), PARAMS)
+    [completion] = made.generate(*prompts_and_requests(1, answer="37"), PARAMS)
     made.close()
     assert "Lower.well<|im_end|>Say a number.no 25?<|im_end|>Higher.37" in text_of(completion.token_ids)
     assert completion.episode is not None and completion.episode.turns[-1].reward == 1 - 3 * 0.125
@@ -782,7 +787,7 @@ def test_reasoning_gym_task_allows_several_tries() -> None:
     arguments = {"tries": 4, "cost_per_turn": 0.125, "feedback": "{score:.1f}?"}
     environment = make_environment(EnvironmentSettings(name="reasoning_gym", arguments=arguments))
     made = runner(environment, SayingEngine(lambda request: next(answers)))
-    [prompt], requests = asked(1)
+    [prompt], requests = prompts_and_requests(1)
     [completion] = made.generate([replace(prompt, metadata=record.metadata)], requests, PARAMS)
     made.close()
     episode = completion.episode
@@ -805,7 +810,7 @@ def test_reasoning_gym_task_allows_several_tries() -> None:
         ({"name": "pathlib:Path"}, "has no `async def run"),
         ({"name": "guess", "arguments": {"heigher": "x"}}, "cannot be called with"),
         ({"name": "reasoning_gym", "arguments": {"tries": 0}}, "tries is 0, must be a whole number above 0"),
-        ({"name": "reasoning_gym", "arguments": {"feedback": "{points}"}}, "write {score} where"),
+        ({"name": "reasoning_gym", "arguments": {"feedback": "{points}"}}, "write {score} at"),
         ({"name": "tools", "arguments": {"format": "qwin"}}, "'qwin', must be qwen or llama3"),
         ({"name": "tools", "arguments": {"tools": ["rocket"]}}, "must be a list of calculator or python"),
     ],

@@ -29,7 +29,16 @@ from megappo.errors import Interrupted
 from megappo.ppo.in_flight import InFlight
 from megappo.runtime.waiting import wait_until
 from megappo.types import Rollouts
-from tests.support.episodes import PARAMS, TOKENIZER, FlyingEngine, PromptEngine, SayingEngine, asked, runner, text_of
+from tests.support.episodes import (
+    PARAMS,
+    TOKENIZER,
+    FlyingEngine,
+    PromptEngine,
+    SayingEngine,
+    prompts_and_requests,
+    runner,
+    text_of,
+)
 from tests.support.places import BASE, TINY
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -59,7 +68,7 @@ def test_episodes_run_during_training_with_same_results() -> None:
     """The caller does not wait for the episodes. Every way to play the episodes gives the same results."""
     environment = Turns()
     made = runner(environment, PromptEngine(reply_text, lambda request: 0.001))
-    prompts, requests = asked(20)
+    prompts, requests = prompts_and_requests(20)
     pending = made.submit(prompts, requests, PARAMS)
     assert len(pending.completions) < 20
     assert wait_until(lambda: len(pending.completions) == 20, 60, every_seconds=0.01)
@@ -114,7 +123,7 @@ def test_blocking_episode_fails_only_its_own_sample() -> None:
         return "ok"
 
     made = runner(environment, PromptEngine(counted), max_seconds=0.5)
-    prompts, requests = asked(20)
+    prompts, requests = prompts_and_requests(20)
     pending = made.submit(prompts, requests, PARAMS)
     assert wait_until(lambda: len(pending.completions) == 20, 100, every_seconds=0.01)
     completions = made.collect(pending)
@@ -157,7 +166,7 @@ def test_stopped_run_does_not_wait_for_episodes(kind: type[SayingEngine]) -> Non
 
     stop, done = LaterStop(), dict[int, Any]()
     made = runner(Endless(), engine := kind(reply_text), stop=stop, max_seconds=3600.0)
-    prompts, requests = asked(3)
+    prompts, requests = prompts_and_requests(3)
     if isinstance(engine, PromptEngine):
         pending = made.submit(prompts, requests, PARAMS)
         engine.finish_stream(pending.table, pending.stream, PARAMS)
@@ -191,7 +200,7 @@ class Impatient:
 
 def test_cancelled_turn_is_requested_again() -> None:
     made = runner(Impatient(), PromptEngine(reply_text, lambda request: 0.3))
-    completions = made.collect(made.submit(*asked(3), PARAMS))
+    completions = made.collect(made.submit(*prompts_and_requests(3), PARAMS))
     made.close()
     assert [c.episode and c.episode.failure for c in completions] == ["", "", "raised"]
     assert [text_of(c.token_ids) for c in completions[:2]] == ["t3 6<|im_end|>", "wellt7 0<|im_end|>"]
@@ -225,7 +234,7 @@ def in_flight(
     """Return the `InFlight` and the runner: two prompts of two samples per step, two steps ahead."""
     overrides = ("rollout.ahead=2", "rollout.max_lag=2", "rollout.prompts_per_step=2", f"model.path={TINY}")
     config = load_config(str(BASE), [*overrides, "rollout.samples_per_prompt=2"])
-    prompts, _ = asked(20)
+    prompts, _ = prompts_and_requests(20)
     parts: Any = SimpleNamespace(
         config=config,
         engine=engine,
@@ -271,7 +280,7 @@ def test_turns_continue_after_weight_sync() -> None:
         assert versions_BR is not None and engine.version - versions_BR[rollouts.response_mask_BR].min() <= 2
         several += sum(len(set(v[m].tolist())) > 1 for v, m in zip(versions_BR, rollouts.response_mask_BR, strict=True))
         responses.forget(step)
-        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)  # sent by the thread of the episodes
+        assert wait_until(lambda: engine.has_requests, 60, every_seconds=0.001)  # sent by the thread of the episodes
         sync(responses, engine)
         numbers = responses.metrics()
         assert numbers["rollout/dropped"] == numbers["episode/begun_anew"] == 0 and numbers["rollout/partial"] > 0
@@ -324,7 +333,7 @@ def test_observation_without_next_turn_is_dropped(fails: bool) -> None:
         assert rollouts.token_versions_BR is not None
         several += sum(len(set(versions.tolist())) > 1 for versions in rollouts.token_versions_BR)
         responses.forget(step)
-        assert wait_until(lambda: engine.is_asked, 60, every_seconds=0.001)
+        assert wait_until(lambda: engine.has_requests, 60, every_seconds=0.001)
         sync(responses, engine)
     made.close()
     assert several

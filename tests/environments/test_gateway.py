@@ -33,7 +33,7 @@ from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.sampling import SampleRequests, finish_rollout
 from megappo.runtime.waiting import wait_until
 from megappo.types import CHAT_MESSAGES, Prompt, RoutingShape
-from tests.support.episodes import PARAMS, TOKENIZER, PromptEngine, SayingEngine, asked, runner, text_of
+from tests.support.episodes import PARAMS, TOKENIZER, PromptEngine, SayingEngine, prompts_and_requests, runner, text_of
 
 openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's SDK is not installed; it comes with SGLang")
@@ -72,7 +72,7 @@ def played(agent: Any, *replies: str, kind: type[SayingEngine] = SayingEngine, c
     environment = agent if hasattr(agent, "run") else Served(agent)
     made = runner(environment, engine, template=TEMPLATE, **limits)
     try:
-        return made.generate(*asked(count), params), engine
+        return made.generate(*prompts_and_requests(count), params), engine
     finally:
         made.close()
 
@@ -181,7 +181,7 @@ def test_recorded_tokens_equal_engine_output(agent: Any, kind: type[SayingEngine
 
 def test_trainer_gets_the_prompt_of_the_agent() -> None:
     completions, _ = played(asks_openai, count=2)
-    prompts, _ = asked(2)
+    prompts, _ = prompts_and_requests(2)
     rollouts = finish_rollout(SampleRequests(tuple(prompts), (0, 1), 1, ()), completions, TOKENIZER)
     assert completions[0].episode is not None and completions[0].episode.prompt_ids is not None
     whole = completions[0].episode.prompt_ids + completions[0].token_ids
@@ -255,7 +255,7 @@ def test_rewritten_history_starts_a_new_trajectory() -> None:
                 messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
 
     made = runner(Served(talks), SayingEngine(lambda request: "<think>so</think>yes"), template=forgetful)
-    [completion] = made.generate(*asked(1), PARAMS)
+    [completion] = made.generate(*prompts_and_requests(1), PARAMS)
     made.close()
     assert completion.episode is not None and completion.episode.trajectories == 2
     assert "<think>" not in text_of(completion.episode.prompt_ids or ())
@@ -318,7 +318,7 @@ def test_cancelled_requests_are_not_recorded() -> None:
     engine = PromptEngine(lambda request: str(len(received)), seconds)
     made = runner(Served(cancels_requests), engine, template=TEMPLATE)
     try:
-        [completion] = made.generate(*asked(1), replace(PARAMS, max_new_tokens=400))
+        [completion] = made.generate(*prompts_and_requests(1), replace(PARAMS, max_new_tokens=400))
     finally:
         made.close()
     episode = completion.episode
@@ -474,10 +474,10 @@ def test_trajectory_keeps_routing_of_each_turn() -> None:
         computed = len(trajectory.seen) + tokens - 1
         return Completion((7,) * tokens, (-1.0,) * tokens, False, 1, torch.full((computed, 1, 1), expert))
 
-    trajectory.say(turn(2, 0), End.RESPONSE_LIMIT)
-    trajectory.hear((8, 8))
-    trajectory.say(turn(1, 1), End.RESPONSE_LIMIT)
-    trajectory.hear((9,))
+    trajectory.add_turn(turn(2, 0), End.RESPONSE_LIMIT)
+    trajectory.add_observation((8, 8))
+    trajectory.add_turn(turn(1, 1), End.RESPONSE_LIMIT)
+    trajectory.add_observation((9,))
     routing = trajectory.routing(shape)
     assert routing is not None and routing[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 255]
     assert len(routing) == len(trajectory.seen) - 1 and trajectory.routing(None) is None

@@ -135,7 +135,10 @@ def own_estimator(*, rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tenso
     return gamma * rewards * mask, rewards * mask
 
 
-ENVIRONMENT = ("rollout.environment={name: tests.examples.lookup:Lookup}", "reward.function=environment")
+ENVIRONMENT = (
+    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup}",
+    "reward.function=environment",
+)
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
         (["actor.lora={rank: 4, alpha: 8, dropout: 0.1}"], "dropout 0.1 would change the policy between rollout"),
         (["actor.lora={rank: 4, alpha: 8, targets: []}"], "must be all, or a list of different names"),
         (["actor.lora={rank: 4, alpha: 8, targets: [q_proj, q_proj]}"], "must be all, or a list of different names"),
-        (["actor.lora={rank: 4, alpha: 8, targets: [q_prj]}"], "of which 'q_proj' is the nearest"),
+        (["actor.lora={rank: 4, alpha: 8, targets: [q_prj]}"], "and 'q_proj' is the nearest"),
         (["actor.lora={rank: 400, alpha: 8}"], "actor.lora.rank 400 is above"),
         (
             ["reference={share_actor_base: true}", KL],

@@ -166,7 +166,7 @@ def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str)
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block True adds experts, which is not"),
         ("gemma4_text", {"attention_k_eq_v": False}, "attention_k_eq_v: false is not supported; use a model with"),
         ("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
-        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention all is not supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "is not supported: tokens would attend to"),
         ("gemma4_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping -1.0 must be above 0, or null"),
         ("gemma4_text", {"attention_bias": True}, "attention_bias: true is not supported for this family"),
         ("gemma4_text", {"layer_types": ["full_attention"] * 2}, "layer_types of only 'full_attention' is not supp"),

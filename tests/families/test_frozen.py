@@ -32,7 +32,7 @@ def names(arch: ArchitectureConfig, *freeze: str, lora: LoraShape | None = None)
     return [name.removeprefix("model.layers.0.") for name in first_layer]
 
 
-def test_words_select_parameters(archs: dict[str, ArchitectureConfig]) -> None:
+def test_patterns_select_parameters(archs: dict[str, ArchitectureConfig]) -> None:
     dense = names(archs["qwen3"], "attention", "embeddings")
     of_attention = [f"self_attn.{x}.weight" for x in ("q_norm", "k_norm", "q_proj", "k_proj", "v_proj", "o_proj")]
     assert sorted(dense) == sorted(["model.embed_tokens.weight", *of_attention])
@@ -103,7 +103,9 @@ def test_resumed_run_needs_the_same_frozen_weights() -> None:
     before = now.model_dump(mode="json")
     assert tensor_changes(before, load_config(BASE, ["critic.freeze=[embeddings, attention]"])) is None
     changed = tensor_changes(before, load_config(BASE, ["critic.freeze=attention"]))
-    assert changed is not None and changed.startswith("critic.freeze ['attention', 'embeddings'] and not ['attention']")
+    assert changed is not None and changed.startswith(
+        "critic.freeze ['attention', 'embeddings'] instead of ['attention']"
+    )
     plain = load_config(BASE, [])
     old = plain.model_dump(mode="json")
     del old["critic"]["freeze"]

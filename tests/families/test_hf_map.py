@@ -180,7 +180,7 @@ def test_transformer_engine_names_map_to_all_parameters(llama_8b: ArchitectureCo
     assert len(set(names) - {p.megatron for p in model_parameters(llama_8b)}) == 64
     model = model_with(llama_8b, names)
     model.check_names()
-    entries = [parameter.entry for parameter in model.parameters_here()]
+    entries = [parameter.entry for parameter in model.local_parameters()]
     assert entries == list(model_parameters(llama_8b))
     assert sum(len(p.hf) for p in entries) == 291
 
@@ -208,7 +208,7 @@ def test_missing_parameter_is_an_error(llama_8b: ArchitectureConfig, world_of_on
 def test_only_the_first_replica_sends_names(llama_8b: ArchitectureConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the gathered names does not grow with the world size."""
     model = model_with(llama_8b, transformer_engine_names(llama_8b))
-    names = [parameter.entry.megatron for parameter in model.parameters_here()]
+    names = [parameter.entry.megatron for parameter in model.local_parameters()]
     sent: list[list[str]] = []
 
     def record(own: list[str]) -> list[list[str]]:

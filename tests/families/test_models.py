@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.models import quantise, write_model, write_value_model
 from tests.support.quick import cases
 
@@ -241,7 +241,7 @@ ENOUGH = ("qwen3-tied-tp2", "qwen3-tied-pp2", "qwen3_moe-tp2-ep2", "outside-tp2"
 def test_models_match_transformers_and_stream_weights(tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     processes = max(2, case["tp"] * case["pp"] * case.get("dp", 1) * case.get("cp", 1) + case.get("others", 0))
-    result: dict[str, Any] = ask("model_worker.py", processes, case)
+    result: dict[str, Any] = run_worker("model_worker.py", processes, case)
     assert result["largest"] > 1  # the model has distinct predictions
     # Nats, or the relative error for values.
     assert result["error"] < 1e-5 * (result["largest"] if "value_head_std" in case else 1)
@@ -254,7 +254,7 @@ def test_models_match_transformers_and_stream_weights(tmp_path: Path, name: str)
 def test_router_biases_are_not_rounded(tmp_path: Path, family: str) -> None:
     """A bfloat16 bias would be coarser than the scores. The routers of GLM are also in float32."""
     folder = write_model(tmp_path / "model", family, 3)
-    result: dict[str, Any] = ask(
+    result: dict[str, Any] = run_worker(
         "model_worker.py", 2, {"folder": str(folder), "tp": 1, "pp": 2, "dtype": "bfloat16", "train": True}
     )
     gates = [f"model.layers.{layer}.mlp.gate" for layer in (1, 2, 3)]

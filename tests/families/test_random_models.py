@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megappo.config import ConfigError, check_run, load_config
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.models import stored_parameters, write_model
 from tests.support.places import BASE
 from tests.support.quick import cases
@@ -141,7 +141,7 @@ def check(seeds: Iterable[int], root: Path, most: int = CASES) -> tuple[list[str
         }
         for model, folder, tokens in models
     ]
-    results = ask("random_models_worker.py", 2, {"cases": requests}) if requests else []
+    results = run_worker("random_models_worker.py", 2, {"cases": requests}) if requests else []
     compared = [
         compare(model, rows, Path(f"{folder}.safetensors"), expected(model, folder, tokens))
         for (model, folder, tokens), rows in zip(models, results, strict=True)

@@ -5,9 +5,7 @@ Usage: python -m tests.house.documents      updates all tables; tests/house/test
 
 from __future__ import annotations
 
-import argparse
 import ast
-import functools
 import itertools
 import json
 import re
@@ -16,8 +14,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from megappo.commands import COMMANDS, module_of
-from megappo.commands.markdown import metrics_table, table
+from megappo.commands.markdown import table
 from tests.house.rooms import rooms_of
 from tests.support.features import FACTORS
 from tests.support.places import ROOT
@@ -35,19 +32,8 @@ def documents() -> list[Path]:
 
 def features_table() -> str:
     """Return the table of the features that tests combine in pairs. The basic features come first."""
-    rows = [[factor, "; ".join(level.words for level in levels)] for factor, levels in FACTORS.items()]
+    rows = [[factor, "; ".join(level.description for level in levels)] for factor, levels in FACTORS.items()]
     return table(["", "features"], rows)
-
-
-def commands_table() -> str:
-    """Return the table of the subcommands, with usage and description."""
-    rows = []
-    for name, command in COMMANDS.items():
-        wide = functools.partial(argparse.HelpFormatter, width=1000)
-        parser = argparse.ArgumentParser(prog=f"megappo {name}", add_help=False, formatter_class=wide)
-        module_of(name).add_arguments(parser)
-        rows.append([f"`{parser.format_usage().removeprefix('usage: ').strip()}`", command.help])
-    return table(["command", "what it does"], rows)
 
 
 def head_of(path: Path) -> tuple[str, list[list[str]]]:
@@ -132,12 +118,10 @@ def faults_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "commands": commands_table,
     "configurations": configurations_table,
     "exhaustive": exhaustive_table,
     "faults": faults_table,
     "features": features_table,
-    "metrics": metrics_table,
     "picture": rooms_picture,
     "rooms": rooms_table,
 }

@@ -43,7 +43,7 @@ from megappo.runtime.store import free_port
 from tests.support import nursery  # noqa: F401 - imports the modules of a run once, before the forks
 from tests.support.attempts import assert_same_run
 from tests.support.places import ROOT
-from tests.support.striking import FAULTS, NAP_SECONDS, WORDS, Fault, Point, strike, trace
+from tests.support.striking import FAULT_MESSAGE, FAULTS, NAP_SECONDS, Fault, Point, strike, trace
 
 RANKS = 2
 WITHIN_SECONDS = 10.0
@@ -66,10 +66,10 @@ _SMALL = (
     "data.validation.limit=4", "logging.tensorboard=false", "checkpoint.every_steps=1", "evaluation.every_steps=1",
 )  # fmt: skip
 _EPISODES = (
-    "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
     "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-    "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}",
-    "data.validation={source: 'tests.examples.lookup:keys', limit: 4, options: {held_out: true}}",
+    "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+    "data.validation={source: 'configs/examples/10_tools/lookup.py:keys', limit: 4, options: {held_out: true}}",
 )  # fmt: skip
 RUNS = {
     "split": ("checkpoint.asynchronous=false",),
@@ -205,7 +205,7 @@ def judge(name: str, fault: Fault, ended: Ended, directory: Path) -> str:
             return f"ends after {ended.seconds:.0f} s"
         return _judge_messages(fault, ended)
     everything = "".join(ended.outputs)
-    if fault.kind == "raise" and WORDS not in everything:
+    if fault.kind == "raise" and FAULT_MESSAGE not in everything:
         return "continued without a message about the error"
     return ""
 
@@ -234,7 +234,7 @@ def _judge_messages(fault: Fault, ended: Ended) -> str:
         case "hang":
             code, pattern = HANG, r"error( on rank \d+)?: phase \w+ has lasted for"
         case "raise":
-            code, pattern = 1, rf"error{of_rank}: .*{WORDS}"
+            code, pattern = 1, rf"error{of_rank}: .*{FAULT_MESSAGE}"
         case _:
             code, pattern = (
                 1,
@@ -318,7 +318,7 @@ class Matrix:
         chance, first = random.Random(f"{self._seed} {name} {kind}"), [*RUNS].index(name) + [*FAULTS].index(kind)
         for turn in range(each):
             rank = (first + turn) % RANKS
-            points = [point for point in self.points(name)[rank] if pattern in point.words]
+            points = [point for point in self.points(name)[rank] if pattern in point.description]
             fault = Fault(kind, rank, draw(points, chance))
             with self._prepare(name) as folder:
                 ended = run(name, folder, fault)
@@ -371,7 +371,7 @@ class Outcome(NamedTuple):
     def line(self) -> str:
         """Row of the table. If there is a problem, the last output lines of all ranks follow."""
         took = "not reached" if self.ended.seconds is None else f"{self.ended.seconds:.1f} s"
-        cells = [self.run, f"{self.fault.kind} on rank {self.fault.rank}", self.fault.point.words, took,
+        cells = [self.run, f"{self.fault.kind} on rank {self.fault.rank}", self.fault.point.description, took,
                  " ".join(map(str, self.ended.codes)), self.problem or "good"]  # fmt: skip
         output_lines = [
             f"  {rank}: {line}" for rank, text in enumerate(self.ended.outputs) for line in text.splitlines()[-_SHOWN:]
@@ -417,7 +417,7 @@ def main() -> int:
         matrix = Matrix(Path(folder), arguments.seed)
         for name in arguments.runs.split(","):
             counts = [
-                f"{len({p.words for p in points})} points after {len({(p.collective, p.thread) for p in points})}"
+                f"{len({p.description for p in points})} points after {len({(p.collective, p.thread) for p in points})}"
                 for points in matrix.points(name)
             ]
             print(f"{name}: {' and '.join(counts)} collectives", flush=True)

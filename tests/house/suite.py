@@ -37,8 +37,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megappo.runtime.allocator import with_room_for_frames
 from megappo.runtime.device import share_cores
-from megappo.runtime.heap import with_room_for_frames
 from tests.house.telling import EventWriter, Outcome, cpu_seconds
 from tests.support import (
     harness,
@@ -261,7 +261,7 @@ class Suite:
         self.counts[outcome.ending] += 1
         if outcome.ending == "failed":
             self.failed.append(outcome)
-            last = outcome.said.splitlines()[-_SHOWN_LINES:]
+            last = outcome.output.splitlines()[-_SHOWN_LINES:]
             print("\n".join([f"FAILED {outcome.test}", *(f"    {line}" for line in last)]), flush=True)
 
     def _show(self, running: Sequence[Part]) -> None:
@@ -333,14 +333,14 @@ def is_from(outcome: Outcome, file: str) -> bool:
 def print_results(suite: Suite, unsteady: Sequence[Outcome], parts: Sequence[Part]) -> int:
     """Print the results and return the exit code."""
     outcomes = [outcome for part in parts for outcome in part.outcomes]
-    for reason, count in Counter(o.said.partition("\n")[0] for o in outcomes if o.ending == "skipped").items():
+    for reason, count in Counter(o.output.partition("\n")[0] for o in outcomes if o.ending == "skipped").items():
         print(f"skipped {count}: {reason}")
     for outcome in suite.failed:
-        print(f"\n{'=' * 20} {outcome.test}\n{outcome.said}")
+        print(f"\n{'=' * 20} {outcome.test}\n{outcome.output}")
     if unsteady:
         print(f"\nunsteady: {len(unsteady)}, at most {MOST_UNSTEADY}")
     for outcome in unsteady:
-        print(f"{'-' * 20} {outcome.test}\n{outcome.said}")
+        print(f"{'-' * 20} {outcome.test}\n{outcome.output}")
     code = int(bool(suite.failed) or len(unsteady) > MOST_UNSTEADY)
     counts = suite.counts
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)

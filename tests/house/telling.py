@@ -26,7 +26,7 @@ class Outcome:
     waits: bool
     exhaustive: bool
     """Whether the test is marked `exhaustive`."""
-    said: str
+    output: str
     """Reason of a skipped test, or the report of pytest about a failure."""
     cpu_seconds: float
     """CPU time of all processes of the test file during the test."""

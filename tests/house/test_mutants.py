@@ -21,7 +21,7 @@ import mutants
 
 copy = mutants.copied_repository(Path(sys.argv[1]))
 mutants.import_what_tests_import()
-starts_processes = "tests/ppo/test_likeness.py::test_error_names_differing_ranks_and_values"
+starts_processes = "tests/ppo/test_rank_agreement.py::test_error_names_differing_ranks_and_values"
 arguments = ["-x", "-q", "-o", "addopts=", "tests/algo/test_golden.py", starts_processes]
 with mutants.worker_pool([copy]) as pool:
     print(pool.submit(mutants.run_tests, copy, arguments, 200).result())

@@ -108,7 +108,7 @@ def test_common_operations_are_in_one_file() -> None:
 @pytest.mark.waits
 def test_megatron_is_prepared_before_import() -> None:
     """Megatron is prepared by every first import of megappo. Otherwise Megatron prints warnings at each start."""
-    program = "from megappo.runtime.heap import collections_put_off\n"
+    program = "from megappo.runtime.allocator import collections_put_off\n"
     program += "with collections_put_off(): import megappo.checkpoint, megappo.ppo.run"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "Transformer Engine" not in done.stderr, done.stderr
@@ -253,7 +253,6 @@ def test_each_room_has_a_test_folder() -> None:
         "gpu",
         "support",
         "house",
-        "examples",
     }
     assert tests == rooms | others
     readme = (ROOT / "tests" / "README.md").read_text()

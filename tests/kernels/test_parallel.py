@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.quick import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
     ("kind", "ranks"), cases(product(["random", "peaky", "offset+150"], [2, 4]), quick=[("peaky", 2)])
 )
 def test_split_vocabulary(kind: str, ranks: int) -> None:
-    results: dict[str, dict[str, float]] = ask("kernels_worker.py", ranks, {"kind": kind})
+    results: dict[str, dict[str, float]] = run_worker("kernels_worker.py", ranks, {"kind": kind})
     assert len(results) == 3 * (2 * 4 + 2)
     for case, errors in results.items():
         assert all(error <= 1.0 for error in errors.values()), (case, errors)

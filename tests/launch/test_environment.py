@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -175,6 +176,23 @@ def test_invalid_interpreter_is_refused(tmp_path: Path, value: str) -> None:
     assert f"MEGAPPO_PYTHON is '{named}', must be an executable file; set it to the" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["megappo plan", "torchrun.sh 1 train", "quickstart.sh", "python"])
+def test_interpreter_without_packages_is_refused(tmp_path: Path, command: str) -> None:
+    """`python -S` has no site-packages."""
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"{ROOT}/launch/{command} a.yaml"], env=os.environ | {"MEGAPPO_PYTHON": str(bare)}, cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"megappo: error: MEGAPPO_PYTHON is '{bare}', which has no torch, megatron, transformers, pydantic, yaml, "
+        f"rich; run '{bare} -m pip install .' in the repository, or unset MEGAPPO_PYTHON\n"
+    )
+
+
 def test_colon_in_repository_path_is_refused(machine: Machine) -> None:
     clone = machine.clone("one:two")
     output, _ = machine.start(clone).communicate(timeout=60)
@@ -248,6 +266,17 @@ def test_environment_with_foreign_write_access_is_refused(machine: Machine) -> N
             path.chmod(0o755)
             if os.geteuid() == 0:
                 os.chown(path, 0, -1)
+
+
+@pytest.mark.parametrize("cache", ["/proc/x", "FILE/x"])
+def test_cache_without_write_access_is_named(machine: Machine, cache: str) -> None:
+    (machine.folder / "file").touch()
+    cache = cache.replace("FILE", str(machine.folder / "file"))
+    output, _ = machine.start(machine.clone("one"), MEGAPPO_CACHE=cache).communicate(timeout=60)
+    message = (
+        f"megappo: error: the folder of the environments, {cache}, cannot be created or written; set MEGAPPO_CACHE"
+    )
+    assert output.startswith(message) and len(output.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("kind", "short"), [("light", 3 * 1024**2), ("full", 12 * 1024**2)])
@@ -324,6 +353,37 @@ def test_quickstart_runs_on_one_gpu(machine: Machine, gpus: int, visible: str | 
     assert [w for w in split if w in arguments] == (split if processes == 1 else [])
     config = load_config(QUICKSTART, [word for word in arguments if "=" in word])
     assert config.saves_experience is not None and config.saves_experience.samples == 64, "inspect reads the samples"
+
+
+@pytest.mark.parametrize(
+    ("settings", "run"),
+    [
+        (["run.directory=/tmp/a b", "run.name=x"], "/tmp/a b"),
+        (["run.name=x", "run.directory='y'"], "y"),
+        (["run.name=first"], "runs/first"),
+        (["run.steps=1"], "runs/quickstart-"),
+    ],
+)
+def test_quickstart_shows_the_run_that_it_trained(tmp_path: Path, settings: list[str], run: str) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$*"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/quickstart.sh"), *settings], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"MEGAPPO_PYTHON": str(python)}, check=True,
+    )  # fmt: skip
+    trained, shown = done.stdout.splitlines()
+    assert shown.startswith(f"-m megappo report {run}")
+    assert ("run.directory=runs/quickstart-" in trained) == (settings == ["run.steps=1"])
+    assert trained.endswith(" ".join(settings))
+
+
+@pytest.mark.parametrize(("option", "code", "text"), [("--help", 0, "usage: "), ("--dry-run", 2, "is an option, but")])
+def test_quickstart_accepts_only_settings(tmp_path: Path, option: str, code: int, text: str) -> None:
+    command = ["bash", str(ROOT / "launch/quickstart.sh"), option]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code and text in done.stdout + done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) == 1
 
 
 def test_command_runs_from_any_folder(machine: Machine, tmp_path: Path) -> None:

@@ -45,9 +45,11 @@ class Site:
         job |= {"MEGAPPO_CACHE": str(self.folder / "cache")}  # errors must not change other environments
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGAPPO_"))}
         command = ["bash", str(ROOT / "launch" / "slurm" / script), *args]
+        variables = environment | job | settings
         return subprocess.run(
-            command, env=environment | job | settings, capture_output=True, text=True, timeout=60, check=False
-        )
+            command, cwd=variables["SLURM_SUBMIT_DIR"], env=variables, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
 
     def log(self, name: str) -> str:
         return (self.folder / "logs" / "7" / "attempt-0" / name).read_text()
@@ -91,6 +93,37 @@ def test_apptainer(site: Site) -> None:
     assert args[3:7] == ["--pwd", str(ROOT), "--nv", "/images/a.sif"]
     assert site.log("train/rank-0.log") == "python -m megappo train a.yaml\n"
     assert site.log("train/exit-0") == "0\n"
+
+
+@pytest.mark.parametrize("script", ["ppo.sbatch", "ppo_disaggregated.sbatch", "acceptance.sbatch"])
+def test_job_stays_in_the_folder_of_its_submission(site: Site, script: str) -> None:
+    """The configuration has relative paths of data and runs, and the repository may be read-only."""
+    folder = site.folder / "my dir"
+    folder.mkdir()
+    (folder / "site.sh").write_text("")
+    site.program("srun", 'pwd >"$ARGS"; exit 1')
+    settings = {"SLURM_SUBMIT_DIR": str(folder), "MEGAPPO_ROOT": str(ROOT), "MEGAPPO_SITE": "site.sh"}
+    settings |= {"MEGAPPO_LOGS": "logs", "MEGAPPO_PYTHON": sys.executable, "MEGAPPO_ENGINE_NODES": "1"}
+    done = site.sbatch("a.yaml", script=script, **settings)
+    assert site.args_file.read_text() == f"{folder}\n", done.stderr
+    assert (folder / "logs/7/attempt-0/job.txt").exists()
+
+
+def test_container_has_the_folder_of_the_job(site: Site) -> None:
+    site.program("srun", f"{WRITE_ARGS}; {ALL_WELL}")
+    folder = site.folder / "my dir"
+    folder.mkdir()
+    done = site.sbatch("a.yaml", SLURM_SUBMIT_DIR=str(folder), MEGAPPO_ROOT=str(ROOT), MEGAPPO_CONTAINER="image")
+    args = site.args_file.read_text().splitlines()
+    assert f"--container-workdir={folder}" in args, done.stderr
+    assert any(word.startswith(f"--container-mounts={folder}:{folder},{ROOT}:{ROOT},") for word in args)
+
+
+@pytest.mark.parametrize("script", ["ppo.sbatch", "ppo_disaggregated.sbatch", "acceptance.sbatch"])
+def test_batch_script_without_a_job_names_sbatch(site: Site, script: str) -> None:
+    done = site.sbatch("a.yaml", script=script, SLURM_JOB_ID="")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"megappo: error: {script} runs as a SLURM job; submit it with sbatch, or train on ")
 
 
 def test_modules_and_a_venv(site: Site) -> None:
@@ -457,6 +490,8 @@ def test_torchrun_ignores_pet_variables(tmp_path: Path) -> None:
         (("--nodes", "2", "--head", "::1:29500", "8"), "--head is '::1:29500', must be HOST:PORT"),
         (("--nodes", "two"), "--nodes is 'two', must be a whole number"),
         (("train", "a.yaml"), "the processes per machine are 'train'"),
+        (("2", "configs/quickstart.yaml"), "the command is missing; write 2 train configs/quickstart.yaml; usage:"),
+        (("2",), "the command is missing; write 2 train CONFIG; usage:"),
     ],
 )
 def test_torchrun_usage(args: tuple[str, ...], message: str) -> None:

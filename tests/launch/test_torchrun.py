@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,36 @@ def test_first_failure_determines_message_and_exit_code(worker: str, code: int, 
         check=False,
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, message), done.stderr
+
+
+STOPPING = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+pathlib.Path('{folder}', 'began-' + os.environ['RANK']).touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.parametrize("receiver", ["launcher", "rank"])
+@pytest.mark.parametrize(("code", "from_launcher"), [(85, 85), (3, 143)])
+def test_clean_stop_has_its_own_exit_code(receiver: str, code: int, from_launcher: int, tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(STOPPING.format(code=code, folder=tmp_path))
+    start = [sys.executable, "-m", "megappo.runtime.torchrun", "--standalone", "--nproc-per-node", "2", str(worker)]
+    launcher = subprocess.Popen(
+        start, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+    )
+    assert wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 2, 120, every_seconds=0.2)
+    receivers = [launcher.pid] if receiver == "launcher" else [p.pid for p in psutil.Process(launcher.pid).children()]
+    for process in receivers:
+        os.kill(process, signal.SIGTERM)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == (from_launcher if receiver == "launcher" else code), errors
+    stopped = "megappo: stopped as requested (exit code 85); the same command continues the run"
+    assert (errors.splitlines()[-1] == stopped) == (code == 85)
+    assert code != 85 or ("error" not in errors and "failed" not in errors)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.quick import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
@@ -26,7 +26,7 @@ def test_attention_equals_attention_of_the_whole_pack(ranks: int) -> None:
         }
         for dtype, window, groups in itertools.product(ROUNDING, WINDOWS, GROUPS)
     }  # fmt: skip
-    for of_rank in ask("context_worker.py", ranks, requests):
+    for of_rank in run_worker("context_worker.py", ranks, requests):
         assert of_rank.keys() == requests.keys()
         for name, errors in of_rank.items():
             assert errors.keys() == {"output", "query", "key", "value"}

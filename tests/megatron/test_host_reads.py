@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.models import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits, pytest.mark.versions]
@@ -26,7 +26,7 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """Return the host reads of each case with two and with four layers."""
     root = tmp_path_factory.mktemp("layers")
     folders = [str(write_model(root / str(n), "qwen3", 3, num_hidden_layers=n)) for n in (2, 4)]
-    counts: dict[str, list[int]] = ask("reads_worker.py", 2, {"folders": folders, "cases": CASES})
+    counts: dict[str, list[int]] = run_worker("reads_worker.py", 2, {"folders": folders, "cases": CASES})
     return counts
 
 

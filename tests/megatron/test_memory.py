@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoConfig
 
 from tests.plan.test_measured import base_config
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -47,7 +47,7 @@ def write_config(root: Path) -> Path:
 
 def measured(config: Path, *, alone: bool, overrides: list[str]) -> dict[str, Any]:
     case = {"config": str(config), "overrides": overrides, "alone": alone}
-    result: dict[str, Any] = ask("memory_worker.py", 1, case, timeout_seconds=900)
+    result: dict[str, Any] = run_worker("memory_worker.py", 1, case, timeout_seconds=900)
     return result
 
 

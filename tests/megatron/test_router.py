@@ -14,10 +14,10 @@ from megappo.megatron.context import ContextShard
 from megappo.megatron.router import (
     MicrobatchRouting,
     RouterChoice,
+    microbatch_routing,
     routing_tensors,
     summed_losses,
     summed_reports,
-    told_routers,
 )
 from megappo.megatron.schedule import PlacedSample, pack_samples
 from megappo.types import RoutingShape
@@ -107,7 +107,7 @@ def test_load_balancing_loss_matches_its_formula(replayed: bool, softmax_first: 
         [torch.rand(n - 1, 1, E, generator=g).topk(K).indices.to(torch.uint8) for n in lengths] if replayed else []
     )
     tensors = routing_tensors(lengths, [5, 2, 1], torch.arange(8), routings, counts=True, balance=weight)
-    microbatch = told_routers(tensors, 2)
+    microbatch = microbatch_routing(tensors, 2)
     scored_TE = scores_TE.softmax(-1) if softmax_first else scores_TE.sigmoid() if of_sigmoids else scores_TE
     biases = torch.linspace(-1, 1, E) if of_sigmoids else None
     values_TK, experts_TK = route(scored_TE.float(), microbatch, softmax_first=softmax_first, biases=biases)
@@ -125,14 +125,14 @@ def test_load_balancing_loss_matches_its_formula(replayed: bool, softmax_first: 
     torch.testing.assert_close(gradient, scores_TE.grad, rtol=1e-5, atol=1e-7)
     assert summed_losses([microbatch]) == pytest.approx(float(loss.detach()), rel=1e-5)
     with torch.no_grad():
-        route(scores_TE.float(), again := told_routers(tensors, 2))
+        route(scores_TE.float(), again := microbatch_routing(tensors, 2))
     assert not again.losses and summed_losses([again, None]) == 0.0
-    assert told_routers(routing_tensors(lengths, [5, 2, 1], torch.arange(8), [], counts=True), 2).balance is None
+    assert microbatch_routing(routing_tensors(lengths, [5, 2, 1], torch.arange(8), [], counts=True), 2).balance is None
 
 
 def test_balanced_tokens_have_a_loss_of_one() -> None:
     tensors = routing_tensors([6], [6], torch.arange(6), [], counts=True, balance=1.0)
-    microbatch = told_routers(tensors, 1)
+    microbatch = microbatch_routing(tensors, 1)
     scores = torch.zeros(6, E, requires_grad=True)
     route(
         scores + 1e-6 * torch.stack([torch.eye(E).roll(n, 0)[0] + torch.eye(E).roll(n, 0)[1] for n in range(E)]),
@@ -186,9 +186,9 @@ def test_routing_is_split_like_tokens(rank: int) -> None:
         samples.append(PlacedSample(number, torch.arange(length) + 10 * number, 2, routing=routing.to(shape.dtype)))
     batch = pack_samples(samples, torch.device("cpu"), shard=shard, multiple_of=2, balance=0.0)
     routed, tokens = batch.segments.routing, batch.tokens_1l[0]
-    assert routed is not None and routed.given_LlK is not None and routed.given_LlK.shape == (3, len(tokens), K)
-    known = routed.given_LlK[0, :, 0] < 200
-    assert torch.equal(routed.given_LlK[2, known, 1].long(), tokens[known])
+    assert routed is not None and routed.replayed_LlK is not None and routed.replayed_LlK.shape == (3, len(tokens), K)
+    known = routed.replayed_LlK[0, :, 0] < 200
+    assert torch.equal(routed.replayed_LlK[2, known, 1].long(), tokens[known])
     mine = set(tokens[routed.counted_l].tolist())
     assert mine - set(tokens[known].tolist()) == mine & {6, 14}
     filler = pack_samples(samples, torch.device("cpu"), shard=shard, is_filler=True, balance=0.0).segments.routing

@@ -61,7 +61,7 @@ def test_write_error_of_the_log_ends_no_run(mode: Mode, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", FullDisk())
     for target in (view, None):
         MESSAGES.show_in(target)
-        MESSAGES.tell("a message")
+        MESSAGES.show("a message")
     view.begin_step(1)
     view.stage("rollout")
     view.step(1, ALL)
@@ -93,8 +93,8 @@ def test_live_view_keeps_the_last_warnings(monkeypatch: pytest.MonkeyPatch) -> N
     MESSAGES.show_in(view)
     view.begin_step(1)
     for step, sentence in enumerate(("first", "second", "first", "third [bold]", "fourth"), start=1):
-        MESSAGES.tell(f"step {step}: the {sentence}", warns=True)
-        MESSAGES.tell(f"message {step}")
+        MESSAGES.show(f"step {step}: the {sentence}", warns=True)
+        MESSAGES.show(f"message {step}")
     MESSAGES.show_in(None)
     view.step(1, ALL)
     view.close()

@@ -200,21 +200,14 @@ def test_real_wandb_joins_a_requeued_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert runs == {((tmp_path / "wandb-id").read_text().strip(), "p", "g", "x")}
 
 
-def test_documented_example_of_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test package replaces trackio and records its calls."""
-    calls: list[tuple[Any, ...]] = []
-    package = types.ModuleType("trackio")
-    vars(package).update(
-        init=lambda **options: calls.append(("init", options["project"], options["name"])),
-        log=lambda metrics, step: calls.append((step, metrics)),
-        finish=lambda: calls.append(("finish",)),
-    )
-    monkeypatch.setitem(sys.modules, "trackio", package)
-    monkeypatch.delitem(sys.modules, "tests.examples.trackio_logger", raising=False)
-    loggers = {"tests.examples.trackio_logger:Trackio": {"project": "sums"}}
+def test_documented_example_of_a_logger(tmp_path: Path) -> None:
+    """The rows of later steps are removed when a run resumes. Samples go to loggers with `log_samples`."""
+    loggers = {f"{ROOT}/configs/examples/07_own_logger/csv_logger.py:CsvLogger": {"names": ["reward/mean"]}}
     log = MetricsLog(tmp_path, "r", {}, tensorboard=False, loggers=loggers)
-    log.log_samples(1, [{"prompt": "1+1=", "response": "2"}])
-    log.log(1, {"reward/mean": 0.5})
-    log.truncate_after(0)
+    for step in (1, 2, 3):
+        log.log_samples(step, [{"prompt": "1+1=", "response": "2"}])
+        log.log(step, {"reward/mean": step / 2})
+    log.truncate_after(1)
+    log.log(2, {"reward/mean": 7.0, "kl/mean": 0.0})
     log.close()
-    assert calls == [("init", "sums", "r"), (1, {"samples": "1+1= -> 2"}), (1, {"reward/mean": 0.5}), ("finish",)]
+    assert (tmp_path / "r.csv").read_text().split() == ["1,0.5", "2,7.0"]

@@ -215,7 +215,12 @@ def test_custom_logger_receives_the_run(tmp_path: Path) -> None:
     [
         (f"{__name__}:Listin", {}, {}, r"has no function 'Listin'; did you mean '.*:Listing'"),
         (f"{__name__}:Listing", {"inot": []}, {}, r"cannot be called with \(directory=, run_name=, config=, inot=\)"),
-        (f"{__name__}:Listing", {"into": []}, {"refuse": 1}, r"failed \(KeyError: 'no account' \(.*\)\); fix it"),
+        (
+            f"{__name__}:Listing",
+            {"into": []},
+            {"refuse": 1},
+            r"failed \(KeyError: 'no account' \(.*\)\); fix the",
+        ),
         ("builtins:dict", {}, {}, r"has no log and forget_after and close; implement the methods of megappo\.api"),
     ],
 )
@@ -298,7 +303,7 @@ def test_full_disk_loses_lines_but_ends_no_run(
     with monkeypatch.context() as disk:
         limit, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limit[1]))
-        disk.setattr("megappo.observe.loggers.tell", messages.append)
+        disk.setattr("megappo.observe.loggers.show_message", messages.append)
         try:
             for step in (2, 3):
                 log.log(step, {"a": float(step)})

@@ -102,5 +102,5 @@ def test_full_disk_is_reported(tmp_path: Path) -> None:
     """The result of a run is in its folder. The result of `settings` is the output."""
     done = in_shell('"$@" >/dev/full', "-m", "megappo", "settings", "run")
     assert done.returncode == 1
-    assert done.stderr.decode().startswith("megappo: error: writing failed, No space left on device; make room")
+    assert done.stderr.decode().startswith("megappo: error: writing failed, No space left on device; free some space")
     assert done.stderr.count(b"\n") == 1

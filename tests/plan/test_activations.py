@@ -12,8 +12,8 @@ from megappo.families import gemma2, gemma3_text
 from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
 from megappo.families.blocks import QueryKeyNorms
 from megappo.plan.activations import (
+    activation_bytes,
     head_bytes,
-    kept_bytes,
     layer_bytes_per_token,
     layers_in_flight,
     products_bytes,
@@ -105,7 +105,7 @@ def test_zero_centred_key_norms_copy_in_float32() -> None:
     of the matrix."""
     model = dataclasses.replace(arch(), declaration=gemma3_text.FAMILY)
     scales, copies = FLOAT * (HEADS + KV_HEADS), FLOAT * (2 * Q + K)
-    actual = {e: QueryKeyNorms().per_token(model, e, fused=False).kept_bytes for e in (2, 4)}
+    actual = {e: QueryKeyNorms().per_token(model, e, fused=False).activation_bytes for e in (2, 4)}
     assert actual == {2: scales + copies + FLOAT * K, 4: scales + copies}
 
 
@@ -177,7 +177,7 @@ def test_attention_bytes_of_short_samples(tokens: int, seen: int, qk_norm: bool)
     setups = [role(model, tp=TP, recompute="selective", recompute_modules=parts) for parts in ((), ("core_attn",))]
     if total_shares is not None:
         kernel = sum(attention(2, False, False, True)) - sum(attention(2, False, False, False))
-        with_shares, without = (kept_bytes(setup, 0, short) for setup in setups)
+        with_shares, without = (activation_bytes(setup, 0, short) for setup in setups)
         assert with_shares - without == pytest.approx(total_shares + 77 * 6 * kernel / TP, rel=1e-9)
 
 
@@ -191,18 +191,18 @@ def test_bytes_of_a_stage(recompute: str, cuda: bool, sharing: int) -> None:
     of = {name: layer_bytes_per_token(setup, recompute=name, fused=cuda) for name in (recompute, "none")}
     whole = of["none"] if recompute == "full" else 0.0  # one layer during its backward pass
     rotary = sum([D * 4] * 2)  # in float32
-    assert kept_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
+    assert activation_bytes(setup, 0, work(on_cuda=cuda)) == pytest.approx(
         77 * (2 * (3 * of[recompute] + rotary) + whole), rel=1e-12
     )
     last = 77 * (3 * of[recompute] + rotary + whole + sum(norm(2, cuda)) / sharing)
-    assert kept_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
+    assert activation_bytes(setup, 1, work(on_cuda=cuda)) == pytest.approx(last, rel=1e-12)
 
 
 def test_recomputed_mlp_is_whole_for_one_layer() -> None:
     setup = role(recompute="selective", recompute_modules=("mlp",))
     dropped, whole = (layer_bytes_per_token(setup, recompute=name, fused=True) for name in ("selective", "none"))
     expected = 77 * (2 * (3 * dropped + 8 * D) + whole - dropped)
-    assert kept_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
+    assert activation_bytes(setup, 0, work()) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("recompute", "recomputed"), [("none", False), ("selective", True)])
@@ -215,7 +215,7 @@ def test_context_parallel_ranks_keep_gathered_keys(recompute: str, recomputed: b
     whole = alone + 2.5 * 2 * K * 2 / 3
     selective = layer_bytes_per_token(role(recompute="selective"), recompute="selective", fused=True)
     expected = 2 * (3 * (selective if recomputed else whole) + 8 * D) + (whole - selective if recomputed else 0)
-    assert kept_bytes(setup, 0, work()) == pytest.approx(26 * expected, rel=1e-12)
+    assert activation_bytes(setup, 0, work()) == pytest.approx(26 * expected, rel=1e-12)
     exchanged = 26 * (1 + 3) * 2 * K * 2 / 3  # sent by this rank, and received from all ranks
     passing = 26 * (sum(mlp(arch(), 2, fused=True)) / 3 + 2 * H * 2)
     assert transient_bytes(setup, 0, work(), train=False) == pytest.approx(passing + exchanged, rel=1e-12)
@@ -228,7 +228,7 @@ def test_bytes_of_a_small_minibatch() -> None:
     assert setup.microbatch_tokens(30) == 60 and role().microbatch_tokens(30) == 77
     assert role(cp=2, minibatch_sequences=5).microbatch_tokens(30) == 64  # padded to a multiple of four
     per_token = layer_bytes_per_token(setup, recompute="none", fused=True)
-    assert kept_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 8 * D), rel=1e-12)
+    assert activation_bytes(setup, 0, work()) == pytest.approx(60 * (3 * per_token + 8 * D), rel=1e-12)
 
 
 @pytest.mark.parametrize("e", [2, 4])
@@ -293,15 +293,13 @@ def test_largest_weight() -> None:
 
 @pytest.mark.parametrize(("vpp", "sending"), [(1, (3, 0)), (3, (8, 4))])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_outputs_of_stages_are_kept_unless_freed(
-    vpp: int, sending: tuple[float, float], sequence_parallel: bool
-) -> None:
+def test_outputs_of_stages_remain_unless_freed(vpp: int, sending: tuple[float, float], sequence_parallel: bool) -> None:
     """Without chunks, the first stage keeps the outputs of two microbatches in flight and of the previous one. The last
     stage sends no output. With three chunks, the first stage keeps eight outputs, and the last one two thirds of six.
     """
     setup = role(vpp=vpp, sequence_parallel=sequence_parallel, frees_outputs=False)
     for stage in (0, 1):
-        more = kept_bytes(setup, stage, work()) - kept_bytes(
+        more = activation_bytes(setup, stage, work()) - activation_bytes(
             dataclasses.replace(setup, frees_outputs=True), stage, work()
         )
         assert more == pytest.approx(sending[stage] * 77 * H * 2 / (3 if sequence_parallel else 1))

@@ -340,7 +340,7 @@ def test_collectives_outlast_continuing_phases() -> None:
         ("rollout.sglang.request_timeout_seconds=80", {"rollout": 4000.0, "evaluate": 4000.0}, 80.0),
     ],
 )
-def test_explicit_deadlines_are_kept(override: str, phases: dict[str, float], request_seconds: float) -> None:
+def test_explicit_deadlines_are_unchanged(override: str, phases: dict[str, float], request_seconds: float) -> None:
     deadlines = planned_deadlines(load_config(SMALL, [override]), {"rollout": 1000.0, "evaluate": 1000.0})
     assert deadlines.of_phases == phases
     assert deadlines.request_seconds == request_seconds
@@ -368,6 +368,6 @@ def test_longer_responses_have_later_deadlines() -> None:
         ("Some GPU", 12.0, "h100"),
     ],
 )
-def test_device_is_found_in_the_table(device: str, gigabytes: float, name: str) -> None:
+def test_device_matches_the_table(device: str, gigabytes: float, name: str) -> None:
     machine = machine_like(device, gigabytes * 1e9)
     assert (machine.name, machine.memory_bytes) == (name, gigabytes * 1e9)

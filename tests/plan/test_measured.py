@@ -14,11 +14,11 @@ import yaml
 from transformers import AutoConfig
 
 from megappo.config import load_config
-from megappo.plan.activations import kept_bytes, layer_bytes_per_token, layers_in_flight
+from megappo.plan.activations import activation_bytes, layer_bytes_per_token, layers_in_flight
 from megappo.plan.inputs import RoleSetup, Workload, make_setup
 from megappo.plan.memory import role_memory
 from megappo.plan.planner import read_models
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -149,7 +149,7 @@ def measured(root: Path) -> Measured:
     def measure(name: str) -> list[dict[str, Any]]:
         model, processes, overrides = CASES[name]
         case = {"config": str(root / f"{model}.yaml"), "overrides": overrides, **lengths}
-        results: list[dict[str, Any]] = ask("plan_worker.py", processes, case)
+        results: list[dict[str, Any]] = run_worker("plan_worker.py", processes, case)
         return results
 
     return measure
@@ -165,10 +165,10 @@ def planned(root: Path, name: str, role: str) -> tuple[RoleSetup, Workload]:
 
 
 def forward_bytes(role: RoleSetup, stage: int, work: Workload) -> float:
-    """Return `kept_bytes` plus the rows of the head, without the layer that full recomputation rebuilds in the backward
-    pass."""
+    """Return `activation_bytes` plus the rows of the head, without the layer that full recomputation rebuilds in
+    the backward pass."""
     tokens = role.rank_tokens(work.sequence_tokens)
-    total = kept_bytes(role, stage, work)
+    total = activation_bytes(role, stage, work)
     if role.recompute == "full":
         total -= layer_bytes_per_token(role, recompute="none", fused=work.on_cuda) * tokens
     if stage == role.grid.pp - 1:
@@ -219,12 +219,12 @@ def test_layers_in_flight_match_the_schedule(root: Path, measured: Measured, nam
         assert measured(name)[rank][role]["layers"] == expected, rank
 
 
-def test_sent_outputs_are_kept_unless_freed(root: Path, measured: Measured) -> None:
+def test_sent_outputs_remain_unless_freed(root: Path, measured: Measured) -> None:
     """The first stage of the actor keeps sent outputs. A chunk of the critic keeps at most one output."""
     setup, work = planned(root, "in-flight", "actor")
     assert not setup.frees_outputs
     freed = replace(setup, frees_outputs=True)
-    outputs = [kept_bytes(setup, stage, work) - kept_bytes(freed, stage, work) for stage in (0, 1)]
+    outputs = [activation_bytes(setup, stage, work) - activation_bytes(freed, stage, work) for stage in (0, 1)]
     assert outputs == [measured("in-flight")[rank]["actor"]["outputs"] for rank in (0, 1)] and outputs[0] > 0
     setup, work = planned(root, "in-flight", "critic")
     one = setup.microbatch_tokens(work.sequence_tokens) * setup.arch.hidden_size * setup.dtype_bytes

@@ -9,7 +9,7 @@ import pytest
 
 from megappo.config.roles import OffloadSettings
 from megappo.families.architecture import ArchitectureConfig
-from megappo.plan.activations import head_bytes, kept_bytes, transient_bytes
+from megappo.plan.activations import activation_bytes, head_bytes, transient_bytes
 from megappo.plan.elements import stage_parameters
 from megappo.plan.inputs import RoleSetup, Setup
 from megappo.plan.memory import RankMemory, engine_memory, rank_memory, role_memory, server_memory, sync_bytes
@@ -76,7 +76,7 @@ def test_memory_of_a_role(e: int, state: int, cuda: bool, distributed: bool) -> 
     # Two experts are in one tensor.
     assert memory.optimizer_step == 4 * (rank_parameters if cuda else 2 * 2 * F * H if e == 4 else 0)
     running = [
-        kept_bytes(setup, 1, where),
+        activation_bytes(setup, 1, where),
         *(part(setup, 1, where, train=True) for part in (head_bytes, transient_bytes)),
     ]
     assert [memory.activations, memory.head, memory.transient] == running
@@ -92,7 +92,7 @@ def test_memory_of_a_role(e: int, state: int, cuda: bool, distributed: bool) -> 
     assert frozen == dataclasses.replace(memory, **nothing)
 
 
-def test_replayed_routing_is_kept_for_all_microbatches() -> None:
+def test_replayed_routing_counts_for_all_microbatches() -> None:
     """The routing covers the seven samples of a minibatch on a replica, and the 26 samples of the forward pass, in
     three layers."""
     plain, replayed = (role_memory(role(with_experts(), routing_bytes=n), 0, work()) for n in (0, 5))
@@ -168,8 +168,8 @@ def test_weights_on_a_server_rank(tp: int, groups: int) -> None:
 def test_running_sequences_of_a_server() -> None:
     """A server runs the requested sequences, up to the maximum and the available room, at least one."""
     room = servers(static_bytes=0.0, max_total_tokens=100, most_sequences=8)
-    for wanted, mean, running in ((5, 10.0, 5), (9, 10.0, 8), (9, 40.0, 2.5), (9, 400.0, 1)):
-        assert running_sequences(arch(), room, 2, wanted=wanted, mean_tokens=mean) == running
+    for requested, mean, running in ((5, 10.0, 5), (9, 10.0, 8), (9, 40.0, 2.5), (9, 400.0, 1)):
+        assert running_sequences(arch(), room, 2, requested=requested, mean_tokens=mean) == running
 
 
 def test_workspace_of_a_server() -> None:

@@ -119,7 +119,7 @@ def test_servers_of_settings() -> None:
         return find_servers(load_config(MIDDLE, [*overrides, *more]), 8, on_cuda=on_cuda, device_bytes=100e9)
 
     assert find() == expected
-    assert (expected.ranks, expected.beside) == (8, False)
+    assert (expected.ranks, expected.has_own_devices) == (8, False)
     on_cpu = find(on_cuda=False)
     assert on_cpu is not None
     assert on_cpu == dataclasses.replace(
@@ -130,11 +130,11 @@ def test_servers_of_settings() -> None:
     assert find("rollout.sglang.max_total_tokens=5000") == dataclasses.replace(expected, max_total_tokens=5000)
     elsewhere = find("rollout.sglang.placement=disaggregated", "rollout.sglang.engines=3")
     apart = dataclasses.replace(expected, count=3, colocated=False, sleeps=False, sliced=False)
-    assert elsewhere == apart and elsewhere.beside
+    assert elsewhere == apart and elsewhere.has_own_devices
     urls = ("rollout.sglang.placement=disaggregated", "rollout.sglang.urls=[http://a:1, http://b:1]")
     assert find("rollout.when_stopped=keep") == dataclasses.replace(expected, deterministic=True)
     running = find(*urls, on_cuda=False)
-    assert running is not None and not running.shares_machine and running.beside and running.count == 2
+    assert running is not None and not running.shares_machine and running.has_own_devices and running.count == 2
     assert running.reached_from_everywhere and not elsewhere.reached_from_everywhere
     assert find("rollout.sglang.verify=false") == dataclasses.replace(expected, sliced=False)
     ahead = find("rollout.ahead=1", "algorithm.old_logprob=corrected")

@@ -214,7 +214,7 @@ def test_checkpoint_without_kl_unit_keeps_nats_per_response(
     start = resumed(with_kl(before), with_kl(now), monkeypatch, drop=True)
     kl = start.config.algorithm.kl_in_reward
     assert kl is not None and (kl.per, kl.target_nats) == expected
-    assert any(f"towards {expected[1]:g} nats per response, as it began" in s for s in start.sentences) == is_reported
+    assert any(f"remains {expected[1]:g} nats per response, as at" in s for s in start.sentences) == is_reported
     again = resumed(start.config, with_kl(now), monkeypatch)  # from a checkpoint of the resumed run
     kl = again.config.algorithm.kl_in_reward
     assert kl is not None and (kl.per, kl.target_nats) == expected

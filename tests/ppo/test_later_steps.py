@@ -55,7 +55,7 @@ def test_later_steps_are_dropped_with_recording_off(run: Path, overrides: tuple[
     assert recorded(run) == ([], [], [])
 
 
-def test_records_that_the_run_reads_are_kept(run: Path, tmp_path: Path) -> None:
+def test_records_that_the_run_reads_remain(run: Path, tmp_path: Path) -> None:
     before = recorded(run)
     forget_after(2, parts(run, steps=2))
     assert recorded(run) == before == ([1, 2, 3, 4], [f"step-{n:06d}" for n in range(1, 5)], [1, 2, 3, 4])

@@ -14,6 +14,7 @@ from megappo.algo.estimators import Estimator, builtin
 from megappo.config import Config, ConfigError, load_config
 from megappo.megatron.heads import LogprobHead, PolicyTarget
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples
+from megappo.plugins import load_function
 from megappo.ppo.methods import check_methods, find_estimator, find_objective
 from megappo.ppo.updates import LossWeights, PolicyTask
 from megappo_kernels.backend import use_backend
@@ -21,13 +22,13 @@ from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import POLICY_METRICS, PolicyObjective
 from megappo_kernels.ppo_head import ppo_head_loss
-from tests.examples.cispo import cispo
-from tests.examples.dr_grpo import dr_grpo
-from tests.examples.gspo import gspo
 from tests.support.kernels import head, policy_inputs, relative
 from tests.support.oracles import kernels as reference
 
 ME = "tests.ppo.test_own_methods"
+cispo = load_function("configs/examples/05_own_loss/cispo.py:cispo", "algorithm.policy_loss")
+gspo = load_function("configs/examples/06_sequence_loss/gspo.py:gspo", "algorithm.policy_loss")
+dr_grpo = load_function("configs/examples/04_own_estimator/dr_grpo.py:dr_grpo", "algorithm.estimator")
 OF_BANDS = {"masked_below", "masked_above", "band_position", "token_weight", "effective_sample_size"}
 """Metrics that only built-in losses report."""
 LENGTHS = (7, 1, 12, 4, 16)
@@ -265,7 +266,10 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
         ["cannot be called with (logprob=)", "'reward'; it may take logprob, old_"],
     ),
     (
-        ("algorithm.policy_loss=tests.examples.cispo:cispo", "algorithm.policy_loss_options={hihg: 1}"),
+        (
+            "algorithm.policy_loss=configs/examples/05_own_loss/cispo.py:cispo",
+            "algorithm.policy_loss_options={hihg: 1}",
+        ),
         ["cannot be called with", "hihg=", "algorithm.policy_loss_options"],
     ),
     ((f"algorithm.policy_loss={ME}:no_tensor",), ["algorithm.policy_loss", "returned str", "number per token"]),
@@ -334,7 +338,7 @@ def test_custom_functions_are_loaded_with_options() -> None:
     chosen = config(
         f"algorithm.estimator={ME}:with_critic",
         "algorithm.estimator_options={half: 0.5}",
-        "algorithm.policy_loss=tests.examples.gspo:gspo",
+        "algorithm.policy_loss=configs/examples/06_sequence_loss/gspo.py:gspo",
         "algorithm.policy_loss_options={low: 0.1, high: 0.2}",
         "algorithm.entropy_coef=0.25",
     )
@@ -371,7 +375,7 @@ def test_custom_dr_grpo_estimator_matches_rloo() -> None:
     mask = torch.arange(5) < torch.tensor([[5], [1], [3], [2]])
     inputs: dict[str, Any] = {"rewards": torch.randn(4, 5, generator=g), "values": None, "mask": mask}
     inputs |= {"group_ids": torch.tensor([0, 0, 0, 1]), "gamma": 1.0, "lam": 1.0}
-    own = Estimator("tests.examples.dr_grpo:dr_grpo", dr_grpo, {"scale": 1.5})
+    own = Estimator("configs/examples/04_own_estimator/dr_grpo.py:dr_grpo", dr_grpo, {"scale": 1.5})
     assert own.compares_samples and not own.whitens and not own.takes_values
     advantages, expected = own(**inputs)[0], builtin("rloo")(**inputs)[0]
     torch.testing.assert_close(advantages[:3], expected[:3])

@@ -34,7 +34,7 @@ def test_replay_imports_no_code_named_by_folder(tmp_path: Path, settings: dict[s
         "settings": run_settings,
     }
     write_marker(folder, Marker(1, {}, content))
-    with pytest.raises(ValueError, match=f"is of {key}, code that a replay does not import"):
+    with pytest.raises(ValueError, match=f"uses {key}, code that a replay does not import"):
         replay(str(folder), world_size=1)
 
 

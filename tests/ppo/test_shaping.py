@@ -14,7 +14,7 @@ import torch
 
 from megappo.checkpoint.changes import compare_settings
 from megappo.config import ConfigError, load_config
-from megappo.config.rules.rollout import kept_rules
+from megappo.config.rules.rollout import sampling_rules
 from megappo.ppo.shaping import RewardShaper
 from megappo.types import Episode, Episodes, Turn
 from tests.support.places import BASE
@@ -125,9 +125,9 @@ def test_invalid_shaping_settings_are_rejected(setting: str, sentence: str) -> N
 
 def test_shaping_of_environment_rewards_is_rejected() -> None:
     environment = "rollout.environment={name: guess}"
-    problems = list(kept_rules(load_config(BASE, [environment, "reward.scale=2"])))
+    problems = list(sampling_rules(load_config(BASE, [environment, "reward.scale=2"])))
     assert any("reward.normalize, scale, shift and clip apply to the scores of" in problem for problem in problems)
-    assert not list(kept_rules(load_config(BASE, [environment, "reward.truncated_penalty=1"])))
+    assert not list(sampling_rules(load_config(BASE, [environment, "reward.truncated_penalty=1"])))
 
 
 @pytest.mark.parametrize("name", ["truncated_score", "truncated_penalty", "scale", "shift"])

@@ -67,7 +67,7 @@ def override(*overrides: str) -> Any:
 MIXTURE = "data.mixture={a: {source: a.jsonl, weight: 3}, b: {source: b.jsonl}}"
 REFUSED = [
     (["data.train=null"], "data: none of train, mixture is given; set one of them, and the other to null"),
-    ([MIXTURE], "data: train and mixture are given together; give one of them"),
+    ([MIXTURE], "data: train and mixture are given together; set one of them"),
     (["data.train=null", "data.mixture={}"], "data: mixture is empty; add a name with a source"),
     (["data.train=null", "data.mixture={a/b: {source: x}}"], "mixture has 'a/b', which is not a valid name of metr"),
     (["data.train=null", "data.mixture={a: {source: x.jsonl, weight: 0}}"], "data.mixture.a.weight is 0, must be at"),

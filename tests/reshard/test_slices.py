@@ -281,7 +281,7 @@ def test_server_placement_problems_are_reported() -> None:
     assert feeding(hosts, 8, nodes=2).problem(0) is None
     problem = feeding(hosts, 4, nodes=2).problem(1)
     assert problem == "the ranks 4 to 7 on its devices are not 2 on each of 2 machines"
-    assert "the ranks 0 to 15 beside" in (feeding(hosts, 16, nodes=2).problem(0) or "")
+    assert "the ranks 0 to 15 on its devices" in (feeding(hosts, 16, nodes=2).problem(0) or "")
     assert feeding(hosts, 4, nodes=4, colocated=False).problem(0) == "the trainers have 2 machines"
     assert feeding([0], 2, nodes=2, on_cuda=False).problem(0) == "the trainers have 1 machine"
     assert feeding(hosts, 16, nodes=4, colocated=False, anywhere=True).problem(0) is None

@@ -286,7 +286,7 @@ def test_mtp_layers_are_ignored(tmp_path: Path) -> None:
     changed(folder, "model.safetensors", model__layers__4__eh_proj__weight=torch.ones(2, 2))
     assert SafetensorsSource(folder, read(folder)).check(with_output_layer=True) == whole
     changed(folder, "model.safetensors", model__layers__5__eh_proj__weight=torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"holds model\.layers\.5\.eh_proj\.weight, which a glm4_moe"):
+    with pytest.raises(ValueError, match=r"contains model\.layers\.5\.eh_proj\.weight, which a glm4_moe"):
         SafetensorsSource(folder, read(folder))
 
 
@@ -325,7 +325,7 @@ def test_files_of_each_role_are_checked(tmp_path: Path, role: str) -> None:
     config = load_config(BASE, [*paths, "model.init=pretrained"])
     assert set(weight_sources(config, ROLES)) == set(folders.values())
     changed(folders[role], "model.safetensors", model__extra=torch.ones(1))
-    with pytest.raises(ValueError, match=f"{folders[role]} holds model.extra, which"):
+    with pytest.raises(ValueError, match=f"{folders[role]} contains model.extra, which"):
         weight_sources(config, ROLES)
 
 

@@ -474,7 +474,7 @@ def test_judge_can_move_when_a_run_is_resumed() -> None:
 def test_doctor_checks_the_model_of_a_judge(server: str, path: str, model: str, state: str, message: str) -> None:
     url = server.removesuffix("/v1") + path if path else "http://127.0.0.1:9/v1"
     (finding,) = judge_findings(load_config(BASE, [f"reward={json.dumps({'judge': judge(url, model=model)})}"]))
-    assert finding.state == state and message in finding.words.replace("[Errno 111] ", "")
+    assert finding.state == state and message in finding.text.replace("[Errno 111] ", "")
 
 
 def test_dry_run_asks_the_judge(

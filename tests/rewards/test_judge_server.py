@@ -166,10 +166,10 @@ def test_gpus_of_a_judge(
     own = config.reward.judges["taste"].server
     assert own is not None
     if isinstance(outcome, tuple):
-        assert own_gpus(config, own, "taste", ranks_here=4) == outcome
+        assert own_gpus(config, own, "taste", local_ranks=4) == outcome
     else:
         with pytest.raises(RunError, match=outcome):
-            own_gpus(config, own, "taste", ranks_here=4)
+            own_gpus(config, own, "taste", local_ranks=4)
 
 
 def test_plan_includes_the_judge(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_dry_run_and_doctor_check_the_judge_server(
     assert generation_finding(config).state == "fine"
     monkeypatch.setattr(software, "installed_version", lambda _name: None)
     finding = generation_finding(config)
-    assert (finding.state, finding.words) == ("broken", "the server of a judge is SGLang, which is not installed")
+    assert (finding.state, finding.text) == ("broken", "the server of a judge is SGLang, which is not installed")
     assert "set a url for the judge" in finding.remedy
 
 

@@ -253,7 +253,10 @@ def verls(data_source, solution_str, ground_truth, extra_info=None): return 1.0
         ({"function": "broken_rewards:f"}, r"failed \(ZeroDivisionError"),
         ({"function": "leaving_rewards:f"}, r"failed \(SystemExit: 3"),
         ({"function": "user_rules:goood"}, "did you mean 'user_rules:good'"),
-        ({"function": "importing_rules:Pat"}, "module 'importing_rules' has no function 'Pat'; define it there"),
+        (
+            {"function": "importing_rules:Pat"},
+            "module 'importing_rules' has no function 'Pat'; define it in the",
+        ),
         ({"function": "user_rules:"}, "write package.module:function"),
         ({"function": "user_rules:misspelt"}, r"\(answer=\): .* 'respones'; it may take prompt, response, .*, raw_"),
         ({"function": "user_rules:many"}, "has the parameters responses, .* many samples, .*; set reward.batch: true"),

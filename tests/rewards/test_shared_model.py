@@ -279,7 +279,7 @@ def test_key_of_an_external_model_is_in_its_variable(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward model's key is to be in the environment variable NO_SUCH_KEY"):
         RewardScorer(config.reward, RUNTIME.device)
     (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
-    assert "which the server at http://rewards:80 has loaded" in finding.words
+    assert "which the server at http://rewards:80 has loaded" in finding.text
 
 
 def test_absent_server_is_awaited_until_the_timeout(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_loading_errors_are_one_sentence(
     with pytest.raises(ValueError, match=r"has 3 labels, must have 1"):
         start_reward_servers(config, RUNTIME)
     (finding,) = [f for f in settings_findings(config, read_models(config, None).models, 2) if f.check == "reward"]
-    assert finding.state == "broken" and "has 3 labels, must have 1" in finding.words
+    assert finding.state == "broken" and "has 3 labels, must have 1" in finding.text
     (tmp_path / "model" / "config.json").write_text(json.dumps(content))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"garbage")
     reward_parameters.cache_clear()  # the cache has the previous content of the file
@@ -344,9 +344,7 @@ def test_plan_doctor_and_dry_run_include_the_model(tmp_path: Path, capsys: pytes
     elsewhere = judged(tmp_path, None, model_remote={"url": "http://rewards:80"})
     assert make_plan(elsewhere, models, MACHINES["cpu"], 2).fullest.reward == 0
     findings = settings_findings(config, models, 2)
-    assert "which one process on machine 0 for all ranks loads" in next(
-        f.words for f in findings if f.check == "reward"
-    )
+    assert "which one process on machine 0 for all ranks loads" in next(f.text for f in findings if f.check == "reward")
     reward = f"reward={json.dumps(config.reward.model_dump(exclude_defaults=True))}"
     assert main(["train", "configs/quickstart.yaml", "--dry-run", reward]) == 0
     assert "weights, which one process on machine 0 for all ranks loads" in " ".join(capsys.readouterr().out.split())

@@ -455,7 +455,7 @@ def test_functions_can_receive_special_tokens(function: str, batch: bool, expect
     ("changes", "error", "sentence"),
     [
         ({"function": "no_such_module:f"}, ValueError, "cannot be imported"),
-        ({"function": "exits_on_import:f", "workers": 3}, RewardError, "ended its worker process while it was"),
+        ({"function": "exits_on_import:f", "workers": 3}, RewardError, "ended its worker process during its import"),
         ({"function": "user_rewards:lengths", "batch": True, "workers": 2}, ValueError, "set workers: 1"),
     ],
 )

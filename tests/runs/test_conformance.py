@@ -30,7 +30,7 @@ from tests.runs.test_ppo_step import (
 )
 from tests.support.adapters import write_adapters
 from tests.support.features import ADAPTIVE_LAM, FACTORS, NLL_COEF, ROLES, Case, covering, goes_together
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.quick import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -114,7 +114,7 @@ def test_step_of_each_case_equals_the_oracle(case: Case, world: World, tmp_path:
         "samples": samples,
         "out": str(tmp_path / "out"),
     }
-    result = ask("ppo_step_worker.py", case.ranks, worker_case)
+    result = run_worker("ppo_step_worker.py", case.ranks, worker_case)
     settings = copy.copy(ORACLE)
     if loss in ("seq-mean", "gspo"):
         settings.aggregation = "seq-mean-token-mean"
@@ -162,7 +162,7 @@ def test_minimum_tokens_use_the_distribution_of_the_engine(
         "samples": samples,
         "out": str(tmp_path / "out"),
     }
-    result = ask("ppo_step_worker.py", 2, worker_case)
+    result = run_worker("ppo_step_worker.py", 2, worker_case)
     settings = copy.copy(ORACLE)
     settings.least_tokens, settings.stop_token_ids = 3, tuple(result["stop_token_ids"])
     assert {5, 9, 70} < set(settings.stop_token_ids)
@@ -209,7 +209,7 @@ def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[
         "samples": world.samples,
         "out": str(tmp_path / "out"),
     }
-    result = ask("ppo_step_worker.py", 2, worker_case)
+    result = run_worker("ppo_step_worker.py", 2, worker_case)
     expected = oracle_step(folder, world.samples, copy.copy(ORACLE), result["minibatches"], adapters)
     check_step(result, tmp_path / "out", world.samples, *expected, base=folder)
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import psutil
 import pytest
 
-from tests.examples.agent import write_chat
 from tests.support.harness import start
 from tests.support.rewards import serving
 from tests.support.worlds import environment
@@ -77,7 +76,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def attempts(run: Path) -> list[Attempt]:
     """Run two ranks with the gateway of an agent and reward workers, stop the run, and continue with another token."""
     pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
-    write_chat("configs/models/tiny_arithmetic", str(run.parent / "chat"))
     results = []
     for token, steps in ((TOKEN, 1), (TOKEN[::-1], 2)):
         Answers.credentials.clear()
@@ -86,8 +84,9 @@ def attempts(run: Path) -> list[Attempt]:
             options = {"url": url, "key": "REWARD_KEY", "headers_from_environment": {"X-Key": "REWARD_KEY"}}
             reward = {"function": "megappo.rewards.http:scores", "batch": True, "options": options}
             done = start(
-                "megappo", "train", "tests/examples/agent.yaml", f"run.directory={run}", f"run.steps={steps}",
-                f"model.tokenizer={run.parent / 'chat'}", "checkpoint={every_steps: 1}",
+                "megappo", "train", "configs/examples/11_agent/agent.yaml", f"run.directory={run}",
+                f"run.steps={steps}",
+                "checkpoint={every_steps: 1}",
                 "actor.optimizer.schedule=constant", f"reward={json.dumps(reward)}",
                 processes=2, environment=environment(REWARD_KEY=token),
             )  # fmt: skip

@@ -100,7 +100,7 @@ def assert_mtp_layers_are_checked(
     with pytest.raises(ValueError, match=r"prediction layers in .* differ from the start .*\(--without-mtp\)"):
         export_run(str(run), str(out))
     path.unlink()
-    with pytest.raises(ValueError, match=r"prediction layers are only in .* holds no model\.safetensors; .*--w"):
+    with pytest.raises(ValueError, match=r"prediction layers are only in .* has no model\.safetensors; .*--w"):
         export_run(str(run), str(out))
     assert main(["export", str(run), str(out), "--without-mtp"]) == 0
     assert not load_file(out / "model.safetensors").keys() & mtp.keys()

@@ -29,7 +29,7 @@ PAGE = ROOT / "megappo" / "guides" / "gae.md"
 
 def broken_on_the_page() -> dict[str, list[str]]:
     """Return the arguments of the runs in the guide by run name."""
-    commands = re.findall(r"^megappo train (configs/quickstart.*)$", PAGE.read_text(), re.MULTILINE)
+    commands = re.findall(r"^megappo train (configs/examples.*)$", PAGE.read_text(), re.MULTILINE)
     command_lines = [shlex.split(command, comments=True) for command in commands]
     return {
         next(w for w in line if w.startswith("run.name=")).removeprefix("run.name="): line for line in command_lines

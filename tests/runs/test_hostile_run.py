@@ -18,7 +18,7 @@ from megappo.environments.confinement import why_not
 from megappo.rewards.unexecuted import SCORERS
 from tests.support.data import character_tokenizer
 from tests.support.harness import start
-from tests.support.hostile import FORMS, SECRET, Neighbour, hostile
+from tests.support.hostile import FORMS, SECRET, HostileTargets, hostile
 from tests.support.models import write_model
 from tests.support.places import BASE
 from tests.support.rewards import serving
@@ -140,7 +140,7 @@ def test_run_continues_with_200_hostile_responses(model: list[str], tmp_path: Pa
 def test_run_continues_with_hostile_programs(model: list[str], tmp_path: Path) -> None:
     """The programs run in the `python` tool, which returns their results to the model."""
     (tmp_path / "neighbour").mkdir()
-    victim = Neighbour(tmp_path / "neighbour")
+    victim = HostileTargets(tmp_path / "neighbour")
     try:
         calls = [{"name": "python", "arguments": {"code": code}} for code in victim.attacks()]
         responses = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]

@@ -133,12 +133,16 @@ def test_stopped_run_keeps_finished_samples(tmp_path: Path) -> None:
 
 def test_kills_and_stops_with_episodes_in_flight(tmp_path: Path) -> None:
     """A resumed run keeps the finished episodes, restarts the others, and trains on complete steps."""
-    run, turns = tmp_path / "run", "{name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}"
+    run, turns = (
+        tmp_path / "run",
+        "{name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
+    )
     settings = (
         "rollout.engine=tests.support.talking:TalkingEngine", "algorithm.old_logprob=corrected", "rollout.ahead=2",
         "rollout.max_lag=2", "run.steps=4", "checkpoint.every_steps=1", f"rollout.environment={turns}",
         "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-        "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "data.validation=null",
+        "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+        "data.validation=null",
         "evaluation=null",
     )  # fmt: skip
     stop = {"rank": 1, "step": 3, "at": "update_actor", "signal": "SIGTERM"}

@@ -25,9 +25,10 @@ GRPO = (
     "reward.normalize=std",
 )  # fmt: skip
 EPISODES = (
-    "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
     "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-    "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "data.validation=null",
+    "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+    "data.validation=null",
     "evaluation=null", "algorithm.policy_loss=penalty", "checkpoint.huggingface_every_steps=1",
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from tests.runs.test_resume import whole_tensors
 from tests.support.adapters import PREFIX, write_adapters
 from tests.support.attempts import assert_same_run, attempts, killed_at, timeless, train
 from tests.support.checkpoint_bytes import written_and_planned_bytes
-from tests.support.harness import ask, start
+from tests.support.harness import run_worker, start
 from tests.support.models import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -95,7 +95,7 @@ def test_adapters_on_every_matrix_of_a_family(family: str, tmp_path: Path) -> No
         name: str(write_adapters(tmp_path / name, folder, rank=3, alpha=6, seed=4, targets=chosen, b_std=0.5))
         for name, chosen in kinds.items()
     }
-    errors_of_kind = ask("adapters_worker.py", 1, {"folder": str(folder), "adapters": adapters})
+    errors_of_kind = run_worker("adapters_worker.py", 1, {"folder": str(folder), "adapters": adapters})
     assert errors_of_kind.keys() == kinds.keys()
     for name, errors in errors_of_kind.items():
         assert errors.pop("moved") > 0.1 and errors.pop("stepped") > 1e-3, f"{name}: {errors}"

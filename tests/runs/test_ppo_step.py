@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import adapters_of, merged_weights, put_adapters
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 from tests.support.models import EXPERTS, VOCAB, stored_parameters, write_model
 from tests.support.oracle import Sample, Settings, ValueModel, changed_routing, ppo_step
 from tests.support.places import ROOT
@@ -151,12 +151,12 @@ EIGHT_PROCESSES = {
 }
 # Policy losses outside megappo. The clip range of GSPO is narrow enough that some ratios are clipped.
 CISPO = [
-    "algorithm.policy_loss=tests.examples.cispo:cispo",
+    "algorithm.policy_loss=configs/examples/05_own_loss/cispo.py:cispo",
     f"algorithm.policy_loss_options={{high: {ORACLE.clip_high}}}",
 ]
 GSPO_CLIP = 0.01
 GSPO = [
-    "algorithm.policy_loss=tests.examples.gspo:gspo",
+    "algorithm.policy_loss=configs/examples/06_sequence_loss/gspo.py:gspo",
     f"algorithm.policy_loss_options={{low: {GSPO_CLIP}, high: {GSPO_CLIP}}}",
     "algorithm.loss_aggregation=seq-mean-token-mean",
 ]
@@ -391,7 +391,7 @@ class World:
                 "samples": spoiled if scenario in NON_FINITE else self.samples_of(scenario),
                 "out": str(self.out(scenario)),
             }
-            self._results[scenario] = ask("ppo_step_worker.py", processes, case)
+            self._results[scenario] = run_worker("ppo_step_worker.py", processes, case)
         return self._results[scenario]
 
     def samples_of(self, scenario: str) -> list[dict[str, Any]]:

@@ -101,10 +101,12 @@ def test_killed_run_with_episodes(tmp_path: Path) -> None:
     rollout. The finished episodes are kept, and the others restart."""
     settings = (
         "run.steps=3", "checkpoint.every_steps=1",
-        "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+        "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
         "reward.function=environment", "rollout.max_response_tokens=9", "rollout.when_stopped=keep",
-        "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "data.max_prompt_tokens=4",
-        "data.validation={source: 'tests.examples.lookup:keys', options: {held_out: true}}", "logging.sample_texts=100",
+        "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+        "data.max_prompt_tokens=4",
+        "data.validation={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: true}}",
+        "logging.sample_texts=100",
     )  # fmt: skip
     killed = tmp_path / "killed"
     stop = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
@@ -128,9 +130,10 @@ def test_killed_run_with_episodes_one_step_ahead(tmp_path: Path) -> None:
     settings = (
         "run.steps=4", "checkpoint.every_steps=1", "rollout.ahead=1", "algorithm.old_logprob=corrected",
         "rollout.engine=tests.support.talking:TalkingEngine", "rollout.when_stopped=keep",
-        "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+        "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
         "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-        "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "data.validation=null",
+        "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+        "data.validation=null",
         "evaluation=null",
     )  # fmt: skip
     killed = tmp_path / "killed"
@@ -160,7 +163,7 @@ def test_state_of_data_and_evaluation_survives_a_kill(tmp_path: Path) -> None:
         "run.steps=3", "checkpoint.every_steps=1", "rollout.dynamic_sampling={max_rounds: 3}",
         "reward={functions: {number: {function: number, weight: 2}, exact: {function: exact}}}",
         "reward.overlong={buffer_tokens: 1}", "reward.normalize=std", "reward.scale=2", "reward.shift=0.5",
-        "rollout.generation=configs.examples.segments:segments",
+        "rollout.generation=configs/examples/13_segments/segments.py:segments",
         "rollout.generation_options={tokens: 4}",
         "algorithm.mask_truncated=true", "algorithm.positive_nll_coef=0.1",
         "algorithm.lam={actor: {length_adaptive: 0.5}, critic: 1.0}", "rollout.max_response_tokens=6",

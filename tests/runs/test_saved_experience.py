@@ -22,9 +22,10 @@ SHORT = ("run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "data.val
 KL = ("reference={}", "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 1000}",
       "reward.normalize=mean_std", "reward.scale=2")  # fmt: skip
 TURNS = (
-    "rollout.environment={name: tests.examples.lookup:Lookup, max_turns: 2, max_turn_tokens: 3}",
+    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
     "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-    "data.train={source: 'tests.examples.lookup:keys', options: {held_out: false}}", "algorithm.discount_at=turn",
+    "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+    "algorithm.discount_at=turn",
 )  # fmt: skip
 ONE = ("actor.layout={}", "critic.layout={}")
 

@@ -145,7 +145,7 @@ def test_failed_checkpoint_is_written_later(tmp_path: Path) -> None:
 def test_permanently_failed_checkpoint_ends_the_run(tmp_path: Path) -> None:
     full = {"rank": 0, "step": 1, "times": 9}
     output = attempts(tmp_path, train(tmp_path / "run", "run.steps=1", "evaluation=null", expect="1", full=full))
-    assert output.count("No space left on device; it is tried again") == 2
+    assert output.count("No space left on device; the checkpoint is retried") == 2
     assert "megappo: error: the checkpoint of step 1 could not be written" in output and "on rank" not in output
     assert "No space left on device, 3 times in a row; make room or fix the folder and start again" in output
 
@@ -253,7 +253,7 @@ def test_crafted_replay_runs_no_code(tmp_path: Path) -> None:
     settings["family"] = "antigravity:FAMILY"
     write_marker(folder, marker)
     output = attempts(tmp_path, {**replay, "expect": "2"})
-    assert "is of model.family 'antigravity:FAMILY', code that a replay does not import" in output
+    assert "uses model.family 'antigravity:FAMILY', code that a replay does not import" in output
     settings["family"] = None
     (folder / ".metadata").write_bytes(pickle.dumps(Touch(str(trace))))
     write_marker(folder, replace(marker, files=marker.files | {".metadata": stamp(folder / ".metadata")}))
@@ -333,7 +333,7 @@ def test_first_failed_reward_is_reported(tmp_path: Path) -> None:
     code = Path(troubled.__file__).read_text().splitlines()
     line = next(n for n, text in enumerate(code, 1) if "cannot read" in text)
     at = f"({troubled.__file__}:{line})"
-    failures = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each costs", output)
+    failures = re.findall(r"step 1: the first reward that failed: (ValueError: cannot read .*); each sets", output)
     assert len(failures) == 2 and all(at in failure for failure in failures)
     assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
     assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.observe.metric_docs import documented
 from megappo.observe.metrics import read_metrics
-from tests.examples.agent import write_chat
 from tests.support import harness
 from tests.support.harness import start
 from tests.support.places import ROOT
@@ -405,9 +404,8 @@ def test_training_of_an_agent_with_openai_sdk(tmp_path: Path) -> None:
     """The agent receives only the endpoint and its key. The log-probabilities of the turns agree with those of the
     trainer."""
     pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
-    write_chat("configs/models/tiny_arithmetic", str(tmp_path / "chat"))
-    overrides = (f"run.directory={tmp_path / 'run'}", f"model.tokenizer={tmp_path / 'chat'}")
-    done = megappo("train", "tests/examples/agent.yaml", *overrides, processes=1)
+    overrides = (f"run.directory={tmp_path / 'run'}",)
+    done = megappo("train", "configs/examples/11_agent/agent.yaml", *overrides, processes=1)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for line in (first, last):
@@ -427,7 +425,13 @@ def test_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
     for answers in (True, False):
         run = tmp_path / str(answers)
         arguments = f"rollout.environment.arguments={{strict: true, answers: {str(answers).lower()}}}"
-        command = ["train", "tests/examples/lookup.yaml", f"run.directory={run}", f"rollout.engine={engine}", arguments]
+        command = [
+            "train",
+            "configs/examples/10_tools/tools.yaml",
+            f"run.directory={run}",
+            f"rollout.engine={engine}",
+            arguments,
+        ]
         command += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
         done = megappo(*command, processes=2, timeout=1700)
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

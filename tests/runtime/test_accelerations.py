@@ -58,7 +58,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
 
 def findings(accelerations: Accelerations, *overrides: str) -> list[tuple[str, str, str, str]]:
     config = load_config(worlds.ROOT / worlds.QUICKSTART, ["model.dtype=bfloat16", *(overrides or SELECTED)])
-    return [(f.check, f.state, f.words, f.remedy) for f in acceleration_findings(accelerations, config)]
+    return [(f.check, f.state, f.text, f.remedy) for f in acceleration_findings(accelerations, config)]
 
 
 def test_both_packages_are_used(shelf: Shelf) -> None:

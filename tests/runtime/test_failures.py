@@ -57,7 +57,7 @@ def of_rank(rank: int, ranks: int, folder: Path, port: int, body: Body, under_to
         runtime.failures.before_leaving(lambda failure: (folder / f"last-{rank}").write_text(str(failure.rank)))
         (folder / f"begun-{rank}").write_text(str(time.monotonic()))
         try:
-            with runtime.failures.told():
+            with runtime.failures.reporting():
                 body(runtime)
         finally:
             time.sleep(FOREVER)  # a resource that cannot be closed
@@ -196,7 +196,7 @@ def test_killed_rank_is_reported(body: Body, tmp_path: Path) -> None:
 def test_killed_rank_on_another_machine_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost connection is reported without a reason. By design, this takes nine seconds: five to wait for a reason,
     and four to close resources."""
-    monkeypatch.setattr("megappo.runtime.failures.find_neighbour", lambda *_: None)
+    monkeypatch.setattr("megappo.runtime.failures.find_next_rank", lambda *_: None)
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (FAULT, -signal.SIGKILL)
     assert first.seconds < 2 * WITHIN_SECONDS
@@ -248,6 +248,6 @@ def test_single_rank_raises_the_original_error(monkeypatch: pytest.MonkeyPatch) 
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     settings = RuntimeSettings(threads_per_rank=1)
-    with pytest.raises(KeyError), start_runtime(settings) as runtime, runtime.failures.told():
+    with pytest.raises(KeyError), start_runtime(settings) as runtime, runtime.failures.reporting():
         raise KeyError("no such room")
     assert not dist.is_initialized()

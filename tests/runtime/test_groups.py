@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import ask
+from tests.support.harness import run_worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -51,7 +51,7 @@ def expected(ranks: list[int], tp: int, pp: int, ep: int, cp: int) -> dict[str, 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.quick) for name in CASES])
 def test_groups_of_all_roles(case: str) -> None:
     """A sum over each group reaches exactly the ranks of the group. An incomplete group would hang."""
-    answers = ask("groups_worker.py", WORLD, CASES[case], timeout_seconds=120)
+    answers = run_worker("groups_worker.py", WORLD, CASES[case], timeout_seconds=120)
     for role, arguments in CASES[case].items():
         groups = expected(*arguments)
         for rank in range(WORLD):

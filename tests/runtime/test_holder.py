@@ -202,10 +202,10 @@ def test_start_and_doctor_report_missing_locks(
             raise AssertionError("a second job is accepted")
     assert "has no locks, so the file lock.holder reserves the directory for this run" in capsys.readouterr().err
     assert not (tmp_path / "run" / NAME).exists()
-    assert any("has no locks; the file lock.holder replaces" in f.words for f in disk(tmp_path) if f.state == "slow")
+    assert any("has no locks; the file lock.holder replaces" in f.text for f in disk(tmp_path) if f.state == "slow")
 
 
 def test_file_system_with_locks_needs_no_file(tmp_path: Path, runtime: Runtime) -> None:
     with locked_directory(tmp_path / "run", runtime):
         assert not (tmp_path / "run" / NAME).exists()
-    assert not any("no locks" in f.words for f in disk(tmp_path))
+    assert not any("no locks" in f.text for f in disk(tmp_path))

@@ -145,7 +145,7 @@ def test_duration_since_process_start() -> None:
 def test_rank_of_another_job_is_refused() -> None:
     """The rank of the other job connects to the port of our rank 0."""
     code = (
-        "from megappo.runtime.heap import put_off_collections\n"
+        "from megappo.runtime.allocator import put_off_collections\n"
         "put_off_collections()\n"
         "from megappo.config.schema import RuntimeSettings\n"
         "from megappo.runtime.process import start_runtime\n"
@@ -206,7 +206,7 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_index(Ranks(9, 16, 1, None), visible=2) == 1
     with pytest.raises(RunError, match="8 ranks are on this machine, which has 4 visible CUDA devices; start at"):
         device_index(Ranks(0, 16, 0, 8), visible=4)
-    with pytest.raises(RunError, match="shows 1 CUDA device;"):
+    with pytest.raises(RunError, match="has 1 visible CUDA device;"):
         device_index(Ranks(1, 2, 1, 2), visible=1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # --gpus-per-task=1: each rank sees only its own device
     assert device_index(Ranks(1, 2, 1, 2), visible=1) == 0
@@ -228,7 +228,7 @@ def test_two_mpi_processes_connect() -> None:
     """The ranks are started like with mpirun and run a collective. No socket is open to other machines, for any name
     of this machine."""
     code = (
-        "from megappo.runtime.heap import put_off_collections\n"
+        "from megappo.runtime.allocator import put_off_collections\n"
         "put_off_collections()\n"
         "import os, psutil, torch, torch.distributed as dist\n"
         "from megappo.config.schema import RuntimeSettings\n"

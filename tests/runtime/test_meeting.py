@@ -90,7 +90,7 @@ def namespaces(*command: str) -> list[str]:
 
 
 MEET = r"""
-from megappo.runtime.heap import put_off_collections
+from megappo.runtime.allocator import put_off_collections
 put_off_collections()
 import os, sys, psutil, torch, torch.distributed as dist
 from megappo.config.schema import RuntimeSettings

@@ -115,7 +115,7 @@ def test_doctor_and_plan_use_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (machine, memory_limits):
         monkeypatch.setattr(module, "memory_limit", lambda: MemoryLimit(total / 2, 1.5 * GB))
     finding = memory(1)
-    assert finding.state == "slow" and finding.words.startswith("2 GB free for 1 rank, within a limit of ")
+    assert finding.state == "slow" and finding.text.startswith("2 GB free for 1 rank, within a limit of ")
     assert this_cpu().memory_bytes == total / 2
     monkeypatch.setattr(machine, "memory_limit", MemoryLimit)
-    assert "limit" not in memory(1).words
+    assert "limit" not in memory(1).text

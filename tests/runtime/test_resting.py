@@ -35,13 +35,13 @@ def test_offloaded_tensors_are_restored(tmp_path: Path, block_bytes: int) -> Non
     movable.leave(moved)
     assert bytes_on_device(*moved) == 0 and place.n_bytes == 4066
     assert not list(tmp_path.iterdir())  # the file has no name and is removed when the process ends
-    movable.come_back()
+    movable.restore()
     movable.arrive()
     assert all(torch.equal(a, b) for a, b in zip(moved, before, strict=True))
     for t in moved:
         t.mul_(2)
     movable.leave(moved)
-    movable.come_back()
+    movable.restore()
     assert all(torch.equal(a, 2 * b) for a, b in zip(moved, before, strict=True))
     assert place.n_bytes == 4066
 
@@ -64,15 +64,15 @@ def test_unchanged_tensor_is_not_copied_again(tmp_path: Path) -> None:
     """Undeclared changes are lost, because the old copy is restored."""
     weight, movable = torch.ones(8), Movable(RestingPlace(CPU, tmp_path))
     movable.leave([weight])
-    movable.come_back(unchanged=True)
+    movable.restore(unchanged=True)
     weight.fill_(2)
     movable.leave([weight])
-    movable.come_back(unchanged=True)
+    movable.restore(unchanged=True)
     assert torch.equal(weight, torch.ones(8))
-    movable.come_back()  # the tensor is already on the device and will change
+    movable.restore()  # the tensor is already on the device and will change
     weight.fill_(3)
     movable.leave([weight])
-    movable.come_back()
+    movable.restore()
     assert torch.equal(weight, torch.full((8,), 3.0))
 
 
@@ -82,11 +82,11 @@ def test_new_tensors_are_offloaded(tmp_path: Path) -> None:
     main, movable = torch.ones(5), Movable(place)
     movable.leave([main], reserve_bytes=60)
     assert place.n_bytes == 60
-    movable.come_back(unchanged=True)
+    movable.restore(unchanged=True)
     moment = torch.full((7,), 4.0)
     movable.leave([moment, main])
     assert bytes_on_device(main, moment) == 0 and place.n_bytes == 60
-    movable.come_back()
+    movable.restore()
     assert main.tolist() == [1] * 5 and moment.tolist() == [4] * 7
 
 
@@ -95,7 +95,7 @@ def test_memory_is_released_without_a_copy() -> None:
     movable.leave([gradients])
     assert bytes_on_device(gradients) == 0 and movable.read(gradients, slice(None)) is None
     movable.leave([gradients])
-    movable.come_back()
+    movable.restore()
     assert bytes_on_device(gradients) == 4000
 
 

@@ -7,7 +7,7 @@ from email.message import Message
 
 import pytest
 
-from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, Tries, asked_pause
+from megappo.runtime.retrying import LONGEST_PAUSE_SECONDS, Tries, requested_pause
 
 
 def test_pauses_double_and_vary() -> None:
@@ -45,4 +45,4 @@ def test_pause_requested_by_a_server(headers: dict[str, str], seconds: float) ->
     message = Message()
     for name, value in headers.items():
         message[name] = value
-    assert asked_pause(message) == seconds and asked_pause(None) == 0.0
+    assert requested_pause(message) == seconds and requested_pause(None) == 0.0

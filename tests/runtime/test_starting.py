@@ -21,7 +21,7 @@ import torch
 
 from megappo.cli import main
 from megappo.runtime import sglang_cpu
-from megappo.runtime.heap import collect_as_usual, put_off_collections
+from megappo.runtime.allocator import collect_as_usual, put_off_collections
 from megappo.runtime.packages import packages_distributions, quicken_transformers, show_torch
 from tests.support.harness import environment, start
 from tests.support.places import ROOT

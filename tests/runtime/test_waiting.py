@@ -69,13 +69,13 @@ class Drawn(View):
 
 def test_messages_are_shown_in_the_view(capsys: pytest.CaptureFixture[str]) -> None:
     messages, view = Messages(), Drawn()
-    messages.tell("before")
+    messages.show("before")
     messages.show_in(view)
-    messages.tell("meanwhile")
+    messages.show("meanwhile")
     assert capsys.readouterr().err == "megappo: before\n"
     assert view.lines == ["meanwhile"]
     messages.show_in(None)
-    messages.tell("after")
+    messages.show("after")
     assert (capsys.readouterr().err, view.lines) == ("megappo: after\n", ["meanwhile"])
 
 
@@ -84,7 +84,7 @@ def test_last_message_closes_the_view_with_a_timeout(close_seconds: float, capsy
     messages, view = Messages(), Drawn(close_seconds)
     messages.show_in(view)
     start = time.monotonic()
-    messages.tell_last("the end")
+    messages.show_last("the end")
     assert time.monotonic() - start < 20
     assert view.lines == ([] if close_seconds else ["closed"])
     assert capsys.readouterr().err == "megappo: the end\n"

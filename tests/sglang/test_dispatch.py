@@ -348,7 +348,7 @@ def test_invalid_json_fails_the_server() -> None:
     page.page = "<html>please wait</html>"
     outcome = spread([page, well])
     assert complete(outcome)
-    assert "answered what is no JSON: b'<html>please wait</html>'" in outcome.failures[0]
+    assert "returned invalid JSON: b'<html>please wait</html>'" in outcome.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_invalid_json_fails_the_server() -> None:
         ('{"detail": "ok"}', "returned a response that is not a list of answers"),
         ('[{"text": "ok"}]', "returned a response that is not a list of answers (KeyError('meta_info')): b'[{"),
         ("[[1], [2]]", "returned a response that is not a list of answers"),
-        ("[]", "gave 0 answers to"),
+        ("[]", "returned 0 answers to"),
     ],
 )
 def test_unknown_response_format_fails_the_server(response: str, message: str) -> None:
@@ -438,10 +438,10 @@ class StopRequest:
     """Stop request that becomes active once a round has read an answer. On busy cores the round reads later than the
     server answers."""
 
-    asked = False
+    requested = False
 
     def request(self) -> None:
-        self.asked = True
+        self.requested = True
 
     def check(self) -> None:
         raise AssertionError("the round must not check for the stop")

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 import psutil
 import pytest
 
-from tests.examples.agent import write_chat
 from tests.support.harness import start
 from tests.support.places import ROOT
 from tests.support.rewards import serving
@@ -111,7 +110,6 @@ def test_listeners_match_the_documented_table(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.*?) ?\|$", text.partition("\n\n[SECURITY.md]")[0], re.MULTILINE)
     assert [row[0] for row in rows if row[0] not in ("what", "---")] == list(TABLE)
     where = {what: place for what, place, _ in rows}
-    write_chat("configs/models/tiny_arithmetic", str(tmp_path / "chat"))
     with serving(InspectingServer) as url:
         reward: dict[str, Any] = {
             "function": "megappo.rewards.http:scores",
@@ -120,8 +118,9 @@ def test_listeners_match_the_documented_table(tmp_path: Path) -> None:
         }
         reward |= {"timeout_seconds": 100}
         done = start(
-            "megappo", "train", "tests/examples/agent.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=1",
-            f"model.tokenizer={tmp_path / 'chat'}", "rollout.engine=sglang", "checkpoint=null",
+            "megappo", "train", "configs/examples/11_agent/agent.yaml", f"run.directory={tmp_path / 'run'}",
+            "run.steps=1",
+            "rollout.engine=sglang", "checkpoint=null",
             f"reward={json.dumps(reward)}", processes=2, environment=environment(), timeout_seconds=300,
         )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

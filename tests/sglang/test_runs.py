@@ -86,7 +86,8 @@ def test_episodes_through_servers(tmp_path: Path) -> None:
     """Episodes have two turns and a tool. The log-probabilities of both turns match the trainer, also after trained
     adapters are synced to the servers."""
     command = (
-        "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2", "evaluation=null",
+        "train", "configs/examples/10_tools/tools.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2",
+        "evaluation=null",
         "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
         "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # for a prefix cache
         "actor.lora={rank: 8, alpha: 16}",
@@ -106,7 +107,8 @@ def test_episodes_ahead_through_servers(tmp_path: Path, ahead: int) -> None:
     """With `ahead=1`, episodes of the next step run during a training step with the initial weights of the step. With
     `ahead=2`, episodes are in flight over two syncs."""
     command = (
-        "train", "tests/examples/lookup.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=3", "evaluation=null",
+        "train", "configs/examples/10_tools/tools.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=3",
+        "evaluation=null",
         "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
         f"rollout.ahead={ahead}", *(["rollout.max_lag=2"] if ahead > 1 else []),
         "rollout.sglang={max_total_tokens: 16384, threads: 1}", "algorithm.old_logprob=corrected", *SMALL, *ALONE,

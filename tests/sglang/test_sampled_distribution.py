@@ -22,7 +22,7 @@ from megappo.config import load_config
 from megappo.engines.sglang.client import call
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.runtime.sglang_hooks import SAMPLES_FOR_A_RUN
-from tests.support.lone_server import ask, largest_gap, lone_server, reference, token_logprobs
+from tests.support.lone_server import largest_gap, lone_server, reference, request_text, token_logprobs
 from tests.support.models import VOCAB, write_model
 from tests.support.places import ROOT
 
@@ -51,7 +51,7 @@ def test_server_sampling_defaults_change_no_sample(tmp_path: Path) -> None:
     requests = [GenerateRequest(PROMPT, seed=i, prompt_id=0) for i in range(2000)]
     preferred = {"preferred_sampling_params": json.dumps(PREFERRED)}
     with lone_server(tmp_path, stop_token_ids=(STOP,), **preferred) as server:
-        outcome = ask(server, requests, params)
+        outcome = request_text(server, requests, params)
     assert outcome.refusal is None and len(outcome.completions) == len(requests)
     answers = [outcome.completions[i] for i in range(len(requests))]
     assert {len(a.token_ids) for a in answers if a.token_ids[-1] != STOP} == {3}
@@ -70,7 +70,7 @@ def test_stop_tokens_are_masked_only_before_the_minimum(tmp_path: Path) -> None:
     retracting = "rollout.sglang.environment={SGLANG_TEST_RETRACT: 1, SGLANG_TEST_RETRACT_INTERVAL: 2}"
     settings = ("rollout.min_response_tokens=6", "rollout.max_response_tokens=24", retracting)
     with lone_server(tmp_path, *settings, stop_token_ids=stops) as server:
-        outcome = ask(server, requests, params)
+        outcome = request_text(server, requests, params)
     assert len(outcome.completions) == len(requests), outcome
     answers = [outcome.completions[i] for i in range(len(requests))]
     assert all(len(a.token_ids) > least for a in answers) and max(len(a.token_ids) for a in answers) > least + 2
@@ -124,7 +124,7 @@ def test_responses_reach_the_last_position(tmp_path: Path, family: str, changes:
     )  # fmt: skip
     params = SamplingParams(1.0, 31, ())
     with lone_server(tmp_path, *settings, stop_token_ids=(), max_total_tokens=72) as server:
-        outcome = ask(server, requests, params)
+        outcome = request_text(server, requests, params)
     assert outcome.refusal is None and len(outcome.completions) == len(requests), outcome
     answers = [outcome.completions[i] for i in range(len(requests))]
     assert [len(a.token_ids) for a in answers] == [64 - n for n in inputs] and all(a.truncated for a in answers)
@@ -148,7 +148,7 @@ def test_new_weights_invalidate_caches(tmp_path: Path) -> None:
                 }
                 call(server, "/update_weights_from_disk", body, timeout_seconds=60)
             for use in ("first", "again"):
-                outcome = ask(server, requests, params, version)
+                outcome = request_text(server, requests, params, version)
                 answers = [outcome.completions[i] for i in range(len(requests))]
                 assert largest_gap(reference(tmp_path / name), requests, answers) < 1e-5, (version, use)
                 assert outcome.cache[0].cached_tokens >= (0 if use == "first" else 4 * 40)

@@ -214,6 +214,18 @@ def test_submission_from_another_folder_is_refused(cluster: Cluster, tmp_path: P
     assert "is not the repository; submit from there, or set MEGAPPO_ROOT" in cluster.log(state)
 
 
+def test_job_of_another_folder_runs_in_this_folder(cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "my dir"
+    folder.mkdir()
+    environment = job_environment(cluster, MEGAPPO_PYTHON=fake_python(tmp_path, "pwd"), MEGAPPO_ROOT=ROOT)
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.out"]
+    script = str(ROOT / "launch/slurm/ppo.sbatch")
+    job = int(cluster.run(*command, script, "some.yaml", cwd=folder, env=environment | {"MEGAPPO_DOCTOR": "no"}))
+    state = cluster.wait(job, "COMPLETED", "FAILED", seconds=60)
+    assert state["JobState"] == "COMPLETED", cluster.log(state)
+    assert (folder / "logs" / str(job) / "attempt-0/train/rank-1.log").read_text() == f"{folder}\n"
+
+
 ARRAY_TASK = """#!/bin/bash
 set -u
 ROOT={root} MEGAPPO_MOST_REQUEUES=100 MEGAPPO_LAUNCHER=srun

@@ -21,7 +21,7 @@ from megappo.starter.target import file_system, find_target
 from megappo.starter.tasks import TASKS
 from tests.support.episodes import tokenizer
 from tests.support.models import write_model
-from tests.support.places import ROOT
+from tests.support.places import QUICKSTART, ROOT
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -124,6 +124,9 @@ def test_quickstart_model_passes_dry_run(path: Path | str, empty: Path, capsys: 
     assert main(["init", "--model", str(path), "--output", "tiny.yaml"]) == 0
     settings = yaml.safe_load(Path("tiny.yaml").read_text())
     assert settings["model"] == {"path": str(path), "init": "random", "dtype": "float32"}
+    quickstart = yaml.safe_load(QUICKSTART.read_text())
+    for section, name in (("rollout", "prompts_per_step"), ("actor", "epochs"), ("algorithm", "entropy_coef")):
+        assert settings[section][name] == quickstart[section][name], "these values learn sums within 200 steps"
     assert main(["train", "--dry-run", "tiny.yaml"]) == 0
     assert main(["init", "gsm8k", "--model", str(path)]) == 2
     assert "has tokens for digits and signs only, but the prompts of gsm8k have words" in capsys.readouterr().err
@@ -202,7 +205,7 @@ def test_invalid_arguments_give_one_message(
     assert sorted(path.name for path in empty.iterdir()) == before
 
 
-def test_model_that_does_not_fit_gives_one_message(
+def test_model_that_does_not_fit_has_one_message(
     empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     big = tmp_path / "big"
@@ -213,8 +216,29 @@ def test_model_that_does_not_fit_gives_one_message(
     )
     assert main(["init", "--model", str(big), "--machine", "l40s"]) == 2
     error = capsys.readouterr().err
-    assert "no layout on 1 x l40s fits" in error and len(error.splitlines()) == 1
+    assert f"{big} does not fit on 1 x " in error and "no layout on 1 x l40s fits" in error
+    assert "name a smaller --model, or a larger machine" in error and len(error.splitlines()) == 1
     assert not list(empty.glob("*jsonl*")) and not list(empty.glob(".*"))
+
+
+@pytest.mark.parametrize(("gigabytes", "model"), [(100, "Qwen/Qwen3-0.6B"), (25, "Qwen/Qwen2.5-0.5B-Instruct")])
+def test_tools_without_gpu_use_a_model_that_fits(
+    gigabytes: int, model: str, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megappo.plan.here.machine_bytes", lambda: gigabytes * 10**9)
+    assert main(["init", "tools"]) == 0
+    assert yaml.safe_load(Path("tools.yaml").read_text())["model"]["path"] == model
+
+
+def test_models_that_do_not_fit_are_named(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megappo.plan.here.machine_bytes", lambda: 8 * 10**9)
+    assert main(["init", "tools"]) == 2
+    error = capsys.readouterr().err
+    assert "Qwen/Qwen3-0.6B and Qwen/Qwen2.5-0.5B-Instruct do not fit on this machine's" in error
+    assert "name a smaller --model, or a larger machine, for example --machine h100 --gpus 8" in error
+    assert "shorten the response" not in error and not (empty / "tools.yaml").exists()
 
 
 @pytest.mark.waits
@@ -241,7 +265,7 @@ def test_cluster_start_command_is_printed(model: Path, empty: Path, capsys: pyte
     assert main(["init", "gsm8k", "--model", str(model), "--nodes", "2"]) == 0
     output = capsys.readouterr().out
     assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in output
-    line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} {empty / 'gsm8k.yaml'}"
+    line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} gsm8k.yaml"
     assert f"  MEGAPPO_ROOT={ROOT} {line}\n" in output
     assert "all nodes must see it" in Path("gsm8k.yaml").read_text()
     assert main(["init", "lora", "--model", str(model)]) == 0, "one of the detected devices"

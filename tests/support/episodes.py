@@ -84,7 +84,7 @@ class PromptEngine(SayingEngine):
     def __init__(self, respond: Respond, delay: Callable[[GenerateRequest], float] = lambda _: 0.0) -> None:
         super().__init__(respond)
         self.delay = delay
-        self.holds: Callable[[GenerateRequest], bool] = lambda _: False
+        self.keeps_requests: Callable[[GenerateRequest], bool] = lambda _: False
         """Returns whether the answer to a request must be delayed."""
         self.left = 0
         """Number of unfinished episodes at the end of the last driver."""
@@ -119,7 +119,7 @@ class FlyingEngine(SayingEngine):
         self._listener = listener
 
     @property
-    def is_asked(self) -> bool:
+    def has_requests(self) -> bool:
         """Return whether a request is in flight."""
         return bool(self._under_way)
 
@@ -165,7 +165,7 @@ class _Delayed(RequestStream):
 
     def send(self, number: int, request: GenerateRequest) -> None:
         def answer() -> None:
-            if self._engine.holds(request):
+            if self._engine.keeps_requests(request):
                 self._loop.call_later(0.01, answer)
             else:
                 self._driver.answered(number, self._engine.answer(request, self._params))
@@ -192,7 +192,9 @@ def runner(
     return EpisodeRunner(EnvironmentContext(environment, shared), engine, stop or NeverStop())
 
 
-def asked(count: int, text: str = "go ", answer: str | None = None) -> tuple[list[Prompt], list[GenerateRequest]]:
+def prompts_and_requests(
+    count: int, text: str = "go ", answer: str | None = None
+) -> tuple[list[Prompt], list[GenerateRequest]]:
     """Return prompts with a text, and a request for each prompt."""
     ids = tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
     prompts = [Prompt(i, ids, text, answer, {}) for i in range(count)]

@@ -42,7 +42,7 @@ class Level:
     """A feature, which is one of the values of a factor."""
 
     name: str
-    words: str
+    description: str
     """Description in the table of supported features."""
     both: tuple[str, ...] = ()
     """Settings of actor and critic, without the role as a prefix."""
@@ -51,8 +51,8 @@ class Level:
     """Factor by which the feature multiplies the required ranks of a step."""
 
 
-def _off(words: str) -> Level:
-    return Level("", words)
+def _off(description: str) -> Level:
+    return Level("", description)
 
 
 FACTORS: dict[str, tuple[Level, ...]] = {

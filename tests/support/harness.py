@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 _NURSERY = """
-from megappo.runtime.heap import collections_put_off
+from megappo.runtime.allocator import collections_put_off
 with collections_put_off():
     from tests.support.nursery import main
 main()
@@ -98,7 +98,7 @@ def launch(worker: str, processes: int, *arguments: object, timeout_seconds: flo
     return output
 
 
-def ask(worker: str, processes: int, case: Mapping[str, Any], timeout_seconds: float = 300) -> Any:
+def run_worker(worker: str, processes: int, case: Mapping[str, Any], timeout_seconds: float = 300) -> Any:
     """Return the result of a worker for a case. Each case has separate processes, so a test runs only the code under
     test. A fork of the nursery starts in a third of a second."""
     with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ def hostile(touched: Path) -> list[str]:
     ]  # fmt: skip
 
 
-class Neighbour:
+class HostileTargets:
     """Resources outside the folder of a program: a file, a folder, a process with a secret, and a port."""
 
     def __init__(self, root: Path) -> None:

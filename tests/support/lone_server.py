@@ -42,7 +42,9 @@ def lone_server(folder: Path, *overrides: str, stop_token_ids: tuple[int, ...], 
         server.stop()
 
 
-def ask(endpoint: Endpoint, requests: Sequence[GenerateRequest], params: SamplingParams, version: int = 1) -> Outcome:
+def request_text(
+    endpoint: Endpoint, requests: Sequence[GenerateRequest], params: SamplingParams, version: int = 1
+) -> Outcome:
     """Return the answers of the server to requests."""
     limits = RoundLimits(512, 60.0, 60.0, 60.0)
     return Round([endpoint], dict(enumerate(requests)), params, version, limits).result()

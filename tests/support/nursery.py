@@ -27,7 +27,7 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
 import megappo.ppo.run  # noqa: F401
-from megappo.runtime.heap import with_room_for_frames
+from megappo.runtime.allocator import with_room_for_frames
 from megappo.runtime.store import free_port
 
 with suppress(ImportError):  # Megatron-Core 0.19 imports this module for every optimizer; 0.16 does not have it

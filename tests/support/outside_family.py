@@ -36,7 +36,7 @@ class SquaredReluMlp(Block):
 
     def per_token(self, arch: ArchitectureConfig, element_bytes: int, *, fused: bool) -> PerToken:
         width = 3 * arch.ffn_hidden_size  # up, relu, square
-        return PerToken(kept_bytes=element_bytes * width, live_elements=width, moved_elements=width)
+        return PerToken(activation_bytes=element_bytes * width, live_elements=width, moved_elements=width)
 
 
 FAMILY = Family(

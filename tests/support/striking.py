@@ -28,7 +28,7 @@ from tests.support.places import ROOT
 FAULTS = ("raise", "full", "full once", "kill", "stop", "nap", "hang")
 """An error; a full disk, permanently or for one file; SIGKILL and SIGTERM; a short sleep and an endless sleep."""
 NAP_SECONDS = 2.0
-WORDS = "the fault of this test"
+FAULT_MESSAGE = "the fault of this test"
 _FOREVER = 10**6
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
@@ -71,7 +71,7 @@ class Point(NamedTuple):
         return self[:4] == point[:4]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The text of the point in a table."""
         thread = "" if self.thread == "MainThread" else f", in {self.thread}"
         return f"{self.function} after {self.collective}{thread}" if self.function else f"function {self.ever}{thread}"
@@ -211,7 +211,7 @@ def strike(fault: Fault, directory: Path, report: Path) -> None:
 
 def _suffer(kind: str) -> None:
     if kind == "raise":
-        raise Struck(WORDS)
+        raise Struck(FAULT_MESSAGE)
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
         return

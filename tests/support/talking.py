@@ -85,7 +85,7 @@ class _OneByOne(RequestStream):
         self._requests.put((number, request))
 
     def _answer(self) -> None:
-        with self._failures.told():  # otherwise all ranks would wait for an answer
+        with self._failures.reporting():  # otherwise all ranks would wait for an answer
             self._answer_all()
 
     def _answer_all(self) -> None:

@@ -19,12 +19,12 @@ def segments(
     tokens: int = 256,
 ) -> list[Completion]:
     """Each answer, asked for by so many tokens at a time; every rank asks equally often, if only for nothing."""
-    found: list[Any] = [None] * len(requests)
+    results: list[Any] = [None] * len(requests)
     for first in range(0, params.max_new_tokens, tokens):
         room = [request.most_tokens(params) - first for request in requests]
-        left = [i for i, done in enumerate(found) if done is None or (done.truncated and room[i] > 0)]
-        begun = {i: found[i].token_ids if found[i] else () for i in left}
-        further = [
+        left = [i for i, done in enumerate(results) if done is None or (done.truncated and room[i] > 0)]
+        begun = {i: results[i].token_ids if results[i] else () for i in left}
+        continued = [
             replace(
                 requests[i],
                 token_ids=requests[i].token_ids + begun[i],
@@ -35,7 +35,7 @@ def segments(
             for i in left
         ]
         most = min(tokens, params.max_new_tokens - first)
-        for i, part in zip(left, generate(further, replace(params, max_new_tokens=most)), strict=True):
-            said = found[i].logprobs if found[i] else ()
-            found[i] = replace(part, token_ids=begun[i] + part.token_ids, logprobs=said + part.logprobs)
-    return found
+        for i, part in zip(left, generate(continued, replace(params, max_new_tokens=most)), strict=True):
+            logprobs = results[i].logprobs if results[i] else ()
+            results[i] = replace(part, token_ids=begun[i] + part.token_ids, logprobs=logprobs + part.logprobs)
+    return results

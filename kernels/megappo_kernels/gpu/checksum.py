@@ -37,13 +37,13 @@ def mixed_word(word, position, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: t
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["words"])
-def checksum_kernel(words, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Compute 64 bits for each tile of int32 `words`, and store them in int64 `partials`."""
+def checksum_kernel(integers, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Compute 64 bits for each tile of int32 `integers`, and store them in int64 `partials`."""
     high, low = tl.zeros([BLOCK], tl.uint32), tl.zeros([BLOCK], tl.uint32)
     for start in range(0, TILE, BLOCK):
         positions = tl.program_id(0).to(tl.int64) * TILE + start + tl.arange(0, BLOCK)
         inside = positions < n
-        word = tl.load(words + positions, mask=inside, other=0).to(tl.uint32)
+        word = tl.load(integers + positions, mask=inside, other=0).to(tl.uint32)
         position = positions.to(tl.uint32)
         nothing = tl.zeros([BLOCK], tl.uint32)
         high += tl.where(inside, mixed_word(word, position, _POSITION_1, _SEED_1, 15), nothing)
@@ -53,12 +53,12 @@ def checksum_kernel(words, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr)
     tl.store(partials + tl.program_id(0), ((first.to(tl.uint64) << 32) | second.to(tl.uint64)).to(tl.int64))
 
 
-def launch_checksums(words: Tensor) -> Tensor:
+def launch_checksums(integers: Tensor) -> Tensor:
     """Return 64 bits for each tile of int32 (words,), as int64 (tiles,)."""
-    tiles = triton.cdiv(words.numel(), TILE)
-    partials = torch.empty(tiles, dtype=torch.int64, device=words.device)
+    tiles = triton.cdiv(integers.numel(), TILE)
+    partials = torch.empty(tiles, dtype=torch.int64, device=integers.device)
     if tiles:
-        checksum_kernel[(tiles,)](words, partials, words.numel(), BLOCK=BLOCK, TILE=TILE, num_warps=WARPS)
+        checksum_kernel[(tiles,)](integers, partials, integers.numel(), BLOCK=BLOCK, TILE=TILE, num_warps=WARPS)
     return partials
 
 

@@ -60,7 +60,7 @@ def swiglu_gradient_kernel(
 
 @triton.jit
 def rotation_kernel(
-    x, cosine, sine, out, heads, width, token_stride, head_stride, BACK: tl.constexpr, HEADS: tl.constexpr,
+    x, cosine, sine, out, heads, width, token_stride, head_stride, INVERSE: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """Rotate some heads of a token of `x`: channels i and i + width / 2 by the angles of the token. BACK inverts the
@@ -72,7 +72,7 @@ def rotation_kernel(
     inside = (head < heads) & (channel < half)
     cos = tl.load(cosine + token * width + channel, mask=channel < half, other=0.0).to(tl.float32)
     sin = tl.load(sine + token * width + channel, mask=channel < half, other=0.0).to(tl.float32)
-    if BACK:
+    if INVERSE:
         sin = -sin
     x += token * token_stride + head * head_stride + channel
     out += (token * heads + head) * width + channel
@@ -108,13 +108,13 @@ def launch_swiglu_gradient(
     return grad_gate_up_TG, grad_weights_T
 
 
-def launch_rotation(x_THD: Tensor, cosine_TD: Tensor, sine_TD: Tensor, *, back: bool) -> Tensor:
+def launch_rotation(x_THD: Tensor, cosine_TD: Tensor, sine_TD: Tensor, *, inverse: bool) -> Tensor:
     """Rotate (T, H, D) with contiguous channels by the angles of contiguous (T, D) cosines and sines."""
     tokens, heads, width = x_THD.shape
     out_THD = x_THD.new_empty(x_THD.shape)
     if out_THD.numel():
         rotation_kernel[(tokens, triton.cdiv(heads, HEADS))](
             x_THD, cosine_TD, sine_TD, out_THD, heads, width, x_THD.stride(0), x_THD.stride(1),
-            BACK=back, HEADS=HEADS, HALF=triton.next_power_of_2(width // 2), num_warps=ROTATION_WARPS,
+            INVERSE=inverse, HEADS=HEADS, HALF=triton.next_power_of_2(width // 2), num_warps=ROTATION_WARPS,
         )  # fmt: skip
     return out_THD

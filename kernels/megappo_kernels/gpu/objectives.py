@@ -68,10 +68,10 @@ def objective_kernel(
     valid = tl.load(mask + offsets, mask=inside, other=0) != 0
     count = tl.sum(valid.to(tl.float32), 0)
     # Missing numbers remain None in this loop, because functions of Triton 3.6 cannot return None.
-    given = [p if p is None else load_valid(p, offsets, valid) for p in numbers]
-    found, metrics = FORMULA(settings, *given)
+    values = [p if p is None else load_valid(p, offsets, valid) for p in numbers]
+    slope_values, metrics = FORMULA(settings, *values)
     for i in tl.static_range(len(slopes)):
-        tl.store(slopes[i] + offsets, found[i], mask=inside)
+        tl.store(slopes[i] + offsets, slope_values[i], mask=inside)
     partials += tl.program_id(0) * (1 + 2 * len(KINDS))
     tl.store(partials, count)
     for i in tl.static_range(len(KINDS)):

@@ -88,11 +88,11 @@ def statistics_kernel(
         s = s * scale + tl.sum(e, 0)
         m = new
     label = tl.load(labels + row)
-    here = (label >= 0) & (label < columns)
-    target = tl.load(logits + label, mask=here, other=0.0).to(tl.float32)
+    is_local = (label >= 0) & (label < columns)
+    target = tl.load(logits + label, mask=is_local, other=0.0).to(tl.float32)
     if CAPPED:
         target = soft_cap(target, cap)
-    t = tl.where(here, target * inverse_temperature, t)
+    t = tl.where(is_local, target * inverse_temperature, t)
     tl.store(stats + row, m)
     tl.store(stats + stats_stride + row, s)
     tl.store(stats + 2 * stats_stride + row, u)

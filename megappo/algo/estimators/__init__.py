@@ -72,7 +72,7 @@ class Estimator:
         return "values" in taken_by(self.compute, ARGUMENTS)
 
     @property
-    def tells_lambdas_apart(self) -> bool:
+    def has_critic_lam(self) -> bool:
         """Whether the returns of the critic may have a separate lambda."""
         return "critic_lam" in taken_by(self.compute, ARGUMENTS)
 

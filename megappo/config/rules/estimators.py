@@ -27,7 +27,7 @@ def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
             f"rollout.samples_per_prompt is {samples}, but algorithm.estimator '{estimator.name}' compares the samples "
             "of a prompt; set at least 2"
         )
-    if not config.algorithm.lam.is_one and not estimator.tells_lambdas_apart:
+    if not config.algorithm.lam.is_one and not estimator.has_critic_lam:
         yield (
             f"algorithm.lam differs between actor and critic, but algorithm.estimator '{estimator.name}' uses one "
             "lambda; set one number, or set algorithm.estimator to gae"

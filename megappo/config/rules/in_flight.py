@@ -54,7 +54,7 @@ def _pause_rules(rollout: RolloutSettings) -> Iterator[str]:
     """Check `rollout.sglang.pause`. Servers that retain requests during a sync answer no other requests until
     generation continues."""
     servers, pause = rollout.servers, rollout.servers.pause
-    if not servers.holds:
+    if not servers.keeps_requests:
         return
     if not rollout.in_flight:
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 
-from megappo.config.grid import format_ranks, rank_words
+from megappo.config.grid import format_rank_list, format_ranks
 from megappo.config.rules import experts
 from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
@@ -62,7 +62,7 @@ def coverage_rules(roles: Collection[RoleSpec], world_size: int) -> Iterator[str
     remedy = f"widen {layouts}: {how}"
     if idle[0] == len(covered):
         remedy += f", or start {len(covered)} {'process' if len(covered) == 1 else 'processes'}"
-    yield f"{rank_words(idle)} of the world size {world_size} would stay idle; {remedy}"
+    yield f"{format_rank_list(idle)} of the world size {world_size} would stay idle; {remedy}"
 
 
 def parallel_rules(role: RoleSpec, model_name: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megappo.algo.estimators import NAMES, builtin
 from megappo.config.schema import Config
-from megappo.errors import nearest_words
+from megappo.errors import nearest_choices
 from megappo.observe.metric_docs import METRICS
 
 Experts = Mapping[str, int]
@@ -193,7 +193,7 @@ def keep_best_rules(config: Config, steps: int | None, experts: Experts | None =
     of = _documented(name, config)
     logged = logged_metrics(config, experts)
     likely = [known for known in (f"{name}/mean", f"{name}_mean") if known in logged]
-    near = ", ".join(f"'{known}'" for known in dict.fromkeys([*likely, *nearest_words(name, logged, _NEAREST)]))
+    near = ", ".join(f"'{known}'" for known in dict.fromkeys([*likely, *nearest_choices(name, logged, _NEAREST)]))
     if of is None:
         yield (
             f"checkpoint.keep_best is '{keep_best}', must be a metric of the run (a `-` in front: lowest is best); "

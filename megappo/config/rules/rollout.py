@@ -33,7 +33,7 @@ def length_rules(config: Config, shapes: dict[str, ModelShape]) -> Iterator[str]
                 )
 
 
-def kept_rules(config: Config) -> Iterator[str]:
+def sampling_rules(config: Config) -> Iterator[str]:
     """Check that other settings do not disable a generation function, dynamic sampling or the shaping of scores."""
     rollout, overlong = config.rollout, config.reward.overlong
     if rollout.generation is not None and (rollout.ahead or rollout.episodes is not None):

@@ -144,9 +144,9 @@ class Round:
         """Wait for the answers of all working servers and return the outcome. Each server has deadlines. If the run
         must stop, the method returns the answers that have arrived."""
         try:
-            while stop is not None and not stop.asked and not self._finished.done():
+            while stop is not None and not stop.requested and not self._finished.done():
                 wait([self._finished], timeout=_WATCH_SECONDS)
-            if stop is None or not stop.asked:
+            if stop is None or not stop.requested:
                 self._finished.result()
         finally:
             self.cancel()

@@ -36,7 +36,7 @@ from megappo.engines.sglang.spec import ServerSpec
 from megappo.engines.sglang.streaming import OpenRound
 from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
 from megappo.engines.sglang.transport import BroadcastTransport, SharedTransport, Transport
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.device import device_bytes
@@ -85,8 +85,8 @@ class SGLangEngine:
         """Open streams of turns."""
         self._departures = Departures()
         self.on_tokens: Callable[[], None] = lambda: None
-        self.holds = settings.holds
-        """See `HoldingEngine.holds`."""
+        self.keeps_requests = settings.keeps_requests
+        """See `HoldingEngine.keeps_requests`."""
         self.restarts = 0
         """Number of server restarts over the run."""
         self._homes, self._rounds = Homes(), Rounds()
@@ -238,7 +238,7 @@ class SGLangEngine:
         self.current -= reasons.keys()
         if self._runtime.is_main:
             for reason in reasons.values():
-                tell(f"{reason}; the server will be restarted if necessary", warns=True)
+                show_message(f"{reason}; the server will be restarted if necessary", warns=True)
 
     def _start_round(self, requests: dict[int, GenerateRequest], params: SamplingParams) -> Round:
         return Round(self._ready, requests, params, self.version, self._limits, self.on_tokens, self._homes)

@@ -28,7 +28,7 @@ from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
 from megappo.engines.sglang.server import EngineError, Server, start_server
 from megappo.engines.sglang.spec import ServerSpec, unheard_variables
 from megappo.errors import RunError
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.reshard.feeding import Feeding
 from megappo.runtime.holder import boot_id
 from megappo.runtime.interfaces import ANY_PORT
@@ -132,7 +132,7 @@ class Fleet:
         """Specifications of the servers and parts of this rank, also used for restarts."""
         unheard = unheard_variables(os.environ)
         if unheard and runtime.rank == 0 and not self._external:
-            tell(
+            show_message(
                 f"the SGLang servers do not receive {', '.join(unheard)}, which {'are' if unheard[1:] else 'is'} "
                 "set in the environment; set variables of the servers in rollout.sglang.environment"
             )
@@ -372,7 +372,7 @@ class Fleet:
             except ServerFailure as failure:
                 if not told and time.monotonic() > silent:
                     told.append(str(failure))
-                    tell(
+                    show_message(
                         f"{failure}: there is no server yet, and the run waits for start_timeout_seconds "
                         f"{patience:g}; start the server (megappo serve), or fix rollout.sglang.urls"
                     )

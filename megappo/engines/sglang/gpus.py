@@ -27,10 +27,10 @@ def check_visible(settings: SGLangSettings) -> None:
         )
 
 
-def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int) -> tuple[int, ...]:
+def server_gpus(settings: SGLangSettings, index: int, own: int, local_ranks: int) -> tuple[int, ...]:
     """Return the GPUs of server `index` on this machine, as numbers among the GPUs that this process sees.
 
-    `own` is the GPU of the rank that starts the server. `ranks_here` is the number of trainer ranks on this machine.
+    `own` is the GPU of the rank that starts the server. `local_ranks` is the number of trainer ranks on this machine.
     Raises RunError if there are too few GPUs, which depends on the rank.
     """
     check_visible(settings)
@@ -38,7 +38,7 @@ def server_gpus(settings: SGLangSettings, index: int, own: int, ranks_here: int)
     if settings.placement == "colocated":
         first = (settings.first_device or 0) + own
     else:
-        first = (ranks_here if settings.first_device is None else settings.first_device) + index * ranks
+        first = (local_ranks if settings.first_device is None else settings.first_device) + index * ranks
     if first + ranks > count:
         raise RunError(
             f"server {index} would need the GPUs {first} to {first + ranks - 1}, but a rank sees {count} GPUs on "

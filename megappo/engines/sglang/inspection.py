@@ -9,7 +9,7 @@ from megappo.engines.sglang.client import Endpoint, call
 from megappo.engines.sglang.server import EngineError
 from megappo.errors import show
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.plan.cache import PlannedCache
 from megappo.runtime.nccl import group_problem, own_stack, read_labels
 from megappo.runtime.sglang_hooks import HOOKS_LABEL, TRIED_VERSION
@@ -52,7 +52,7 @@ def check_room(name: str, said: ServerInfo, cache: PlannedCache) -> None:
             "GPUs"
         )
     if cache.tokens is not None and held < cache.tokens - _LARGEST_PAGE_TOKENS:
-        tell(
+        show_message(
             f"{name} has room for the keys and values of {held} tokens instead of the planned {cache.tokens}; less "
             "memory was free at its start"
         )
@@ -92,7 +92,7 @@ def check_stack(name: str, said: ServerInfo, *, by_nccl: bool) -> None:
     if problem is not None:
         raise EngineError(problem)
     if not is_known:
-        tell(
+        show_message(
             f"{name} does not report its versions of torch and NCCL, because it was not started with `megappo "
             f"serve`; the versions must equal those of the trainers, {own_stack(os.environ).versions}"
         )
@@ -132,7 +132,7 @@ def check_sampling(name: str, said: ServerInfo) -> None:
             "--allow-auto-truncate"
         )
     if preferred := said.get("preferred_sampling_params"):
-        tell(
+        show_message(
             f"{name} has --preferred-sampling-params {show(preferred)}, which have no effect, because every request "
             "of the run sets all sampling parameters"
         )

@@ -9,7 +9,7 @@ from typing import Protocol
 from megappo.engines.sglang.client import ServerFailure, is_alive
 from megappo.engines.sglang.server import Server
 from megappo.errors import RunError
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 
 POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 10.0
@@ -41,7 +41,7 @@ def keep_running(start: Callable[[int], Server | None], ending: Ending, patience
         try:
             ready, reason = _watch(server, ending, patience_seconds)
             if reason is not None:
-                server.tell_parts(f"ended: {reason}")
+                server.notify_parts(f"ended: {reason}")
         finally:
             server.stop()
         if reason is None:
@@ -51,7 +51,7 @@ def keep_running(start: Callable[[int], Server | None], ending: Ending, patience
         if restarts == most or never_ready == 2:
             raise RunError(f"{reason}; the server was started {restarts + 1} times ({server.key}.max_restarts {most})")
         restarts += 1
-        tell(f"{reason}; it is started again")
+        show_message(f"{reason}; it is started again")
 
 
 def _watch(server: Server, ending: Ending, patience_seconds: float) -> tuple[bool, str | None]:
@@ -63,7 +63,7 @@ def _watch(server: Server, ending: Ending, patience_seconds: float) -> tuple[boo
     except ServerFailure as failure:
         return False, str(failure)
     if ready:
-        tell(f"{server.endpoint.name} is ready, its log is {server.log}")
+        show_message(f"{server.endpoint.name} is ready, its log is {server.log}")
     answered = time.monotonic()
     next_question = answered + _HEALTH_SECONDS
     while not ending.due:

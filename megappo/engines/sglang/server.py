@@ -26,7 +26,7 @@ from megappo.engines.sglang.rendezvous import ServerPart
 from megappo.engines.sglang.spec import ServerSpec
 from megappo.errors import RunError, one_line
 from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import tell
+from megappo.observe.messages import show_message
 from megappo.observe.progress import duration
 from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
@@ -109,7 +109,7 @@ class Server:
         def is_over() -> bool:
             if not self.running:
                 if not self.stopped:
-                    self.tell_parts(f"ended; {self.log} ends with: {self.tail()}")
+                    self.notify_parts(f"ended; {self.log} ends with: {self.tail()}")
                 return True
             self.lost = part.rendezvous.why_ended(part.start)
             if self.lost is not None:
@@ -118,7 +118,7 @@ class Server:
 
         wait_until(is_over, math.inf, every_seconds=_PART_SECONDS)
 
-    def tell_parts(self, reason: str) -> None:
+    def notify_parts(self, reason: str) -> None:
         """End the other parts, with a reason. The first reason counts."""
         if self.part is not None:
             here = f"part {self.part.rendezvous.node} of server {self.endpoint.index}, on {socket.gethostname()},"
@@ -168,7 +168,9 @@ class Server:
         self.start_messages = int(seconds / _PROGRESS_SECONDS)
         last = one_line((self.tail() or "nothing").splitlines()[-1])
         limit = f"{self.key}.start_timeout_seconds is {self.settings.start_timeout_seconds:g}"
-        tell(f"{self.endpoint.name} has been starting for {duration(seconds)} ({limit}); its log ends with: {last}")
+        show_message(
+            f"{self.endpoint.name} has been starting for {duration(seconds)} ({limit}); its log ends with: {last}"
+        )
 
     def _stranger(self) -> str | None:
         """Return the reason why the program at the port is another program, or None if it is this server. The key is

@@ -19,7 +19,7 @@ from megappo.config import load_config
 from megappo.errors import ConfigError
 from megappo.megatron.build import DTYPES
 from megappo.ppo.trainer import Trainer
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.accelerations import find_accelerations
 from tests.gpu.acceptance.ppo_step import Speed, update_speed
 from tests.gpu.acceptance.registry import Place
@@ -147,7 +147,7 @@ def _side(
 
 def updated(place: Place, size: Size, folder: Path, path: Path, overrides: list[str]) -> Side:
     """Update the model once for its numbers, then measure the speed."""
-    config = resolve_here(load_config(path, overrides))
+    config = resolve_for_device(load_config(path, overrides))
     with trainer(config) as t:
         logprob, changes = numbers(t, size, folder)
         speed = update_speed(place, t, size, folder, 1 if place.tiny else 3)

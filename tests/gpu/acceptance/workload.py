@@ -24,7 +24,7 @@ from megappo.observe.ends import End
 from megappo.ppo.components import RunComponents, assemble
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
-from megappo.preflight.resolved import resolve_here
+from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.process import start_runtime
 from megappo.types import Prompt, Rollouts
 from tests.gpu.acceptance.registry import Place
@@ -148,7 +148,7 @@ ACTOR_ONLY = ("critic=null", "algorithm.estimator=reinforce_plus_plus")
 
 def make_config(place: Place, content: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a run from settings and overrides."""
-    return resolve_here(load_config(write_settings(place, content), list(overrides)))
+    return resolve_for_device(load_config(write_settings(place, content), list(overrides)))
 
 
 def write_settings(place: Place, content: dict[str, Any]) -> Path:

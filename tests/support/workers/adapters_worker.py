@@ -76,7 +76,7 @@ class Reference:
 def take_step(model: RoleModel) -> dict[str, Tensor]:
     """Return the gradients of the adapters by PEFT names and take a step along them. One rank has all adapters."""
     gradients: dict[str, Tensor] = {}
-    for adapter in model.adapters_here():
+    for adapter in model.local_adapters():
         gradient = adapter.parameter.grad
         assert gradient is not None
         for name, shape in adapter.entry.tensors.items():

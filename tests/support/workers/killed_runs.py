@@ -72,7 +72,7 @@ def make_end(
             time.sleep(10**6)
         else:
             os.kill(os.getpid(), signal.Signals[name])
-            is_received = wait_until(lambda: any(one.asked for one in listening), 120, every_seconds=0.01)
+            is_received = wait_until(lambda: any(one.requested for one in listening), 120, every_seconds=0.01)
             assert is_received, f"the thread of Interrupts has not received {name}"
 
     listening, start = list[Interrupts](), Interrupts.start

@@ -31,7 +31,7 @@ from megappo.ppo.models import ModelBuilder
 from megappo.ppo.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import LossWeights, PolicyTask
-from megappo.runtime.heap import trim_heap
+from megappo.runtime.allocator import trim_heap
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
 

@@ -95,8 +95,8 @@ def check_grid(grid: Grid, runtime: Runtime) -> None:
     if position is not None:
         plans = (batch.forward_plan, *batch.update_plans)
         planned = {i for plan in plans for microbatch in plan.replicas[position[0]] for i in microbatch.sample_ids}
-    assert batch.here.keys() == planned, (grid, runtime.rank)
-    for i, placed in batch.here.items():
+    assert batch.local_samples.keys() == planned, (grid, runtime.rank)
+    for i, placed in batch.local_samples.items():
         tokens_T, response = sample(i)
         assert placed.sample_id == i and torch.equal(placed.tokens_T, tokens_T) and placed.response_tokens == response
         assert torch.equal(placed.fields["up"], 100.0 * i + torch.arange(response))

@@ -56,7 +56,7 @@ def introduce(notices: Notices, rank: int, local_rank: int) -> None:
     notices.post(f"{_PROCESS}/{socket.gethostname()}/{local_rank}", f"{rank} {os.getpid()} {_began(os.getpid())}")
 
 
-def find_neighbour(notices: Notices, local_rank: int, local_world_size: int) -> NextRank | None:
+def find_next_rank(notices: Notices, local_rank: int, local_world_size: int) -> NextRank | None:
     """Return the rank after this one on the machine.
 
     Returns None if this rank has not been introduced, or if its process is invisible, for example in another container.

@@ -8,7 +8,7 @@ from megappo.environments.gateway.server import AgentEndpoint
 from megappo.types import Prompt
 
 
-async def ask_twice(client: Any, question: str) -> list[str]:
+async def converse(client: Any, question: str) -> list[str]:
     """Ask the question, then ask for one more. Return both answers."""
     messages: list[Any] = [{"role": "user", "content": question}]
     while len(messages) < 4:
@@ -22,6 +22,6 @@ async def play(endpoint: AgentEndpoint, prompt: Prompt) -> float:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-        first, second = await ask_twice(client, prompt.text)
+        first, second = await converse(client, prompt.text)
     number = int(prompt.answer or 0)
     return (first.startswith(str(number)) + second.startswith(str(number + 1))) / 2

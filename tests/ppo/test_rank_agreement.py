@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megappo.errors import ConfigError
-from megappo.ppo.likeness import check_alike
+from megappo.ppo.rank_agreement import check_alike
 from tests.support.attempts import attempts, train
 
 pytestmark = pytest.mark.waits

@@ -13,7 +13,7 @@ from megappo.runtime.objects import all_gather_objects
 from megappo.types import Rollouts
 
 
-def note_right_prompts(
+def report_solved_prompts(
     step: int, rollouts: Rollouts, scores_B: Tensor, parts: RunComponents, before: Mapping[str, float]
 ) -> dict[str, float]:
     """Report prompts with a mean reward above the limit of the curriculum. A collective of the world.
