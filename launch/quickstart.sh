@@ -33,5 +33,6 @@ if [ "$(gpus_here)" = 1 ]; then
     echo "megappo: this machine shows one GPU, so actor and critic are not split over two processes" >&2
 fi
 "$ROOT/launch/torchrun.sh" "$processes" train "$ROOT/configs/quickstart.yaml" "${directory[@]}" \
-    "model.path=$ROOT/configs/models/tiny_arithmetic" "${layouts[@]}" "$@"
+    "model.path=$ROOT/configs/models/tiny_arithmetic" \
+    "logging.save_experience={steps: [1, 40, 80, 120, 160], samples: 64}" "${layouts[@]}" "$@" # for `megappo inspect`
 "${MEGAPPO_PYTHON:-python}" -m megappo report "$run"

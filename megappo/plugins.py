@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
+import typing
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,25 +18,40 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import megappo_kernels
 from megappo.errors import ALIKE, either, expanded, first_of, link_to_nothing, nearest_word, reason, shortened
 
 _MEGAPPO = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_KERNELS = os.path.dirname(os.path.abspath(megappo_kernels.__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _MOST_NAMED = 5
 
 
 @contextmanager
-def users_code(problem: str, remedy: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def users_code(
+    problem: str, remedy: str, but: tuple[type[Exception], ...] = (), *, keeps_ours: bool = False
+) -> Iterator[None]:
     """Convert any exception of the block except `but` to ValueError with one sentence: problem, error, remedy.
 
-    For blocks that run functions, objects or templates of a user, which may raise any exception.
+    For blocks that run functions, objects or templates of a user, which may raise any exception. With `keeps_ours`, a
+    ValueError that megappo raises is not converted, because its sentence is already complete.
     """
     try:
         yield
     except but:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{problem} ({type(error).__name__}: {reason(error)}); {remedy}") from error
+        if keeps_ours and isinstance(error, ValueError) and _is_ours(error):
+            raise
+        line = raised_at(error)
+        place = f" ({line})" if line and keeps_ours else ""
+        raise ValueError(f"{problem} ({type(error).__name__}: {reason(error)}{place}); {remedy}") from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether code of megappo raised an error."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return files[-1].startswith((_MEGAPPO, _KERNELS))
 
 
 def failure_text(error: BaseException, characters: int = 300) -> str:
@@ -48,7 +64,7 @@ def raised_at(error: BaseException) -> str:
     """Return `file:line` of the innermost line of the user's own code in a traceback, otherwise of an installed
     library. Returns "" if the traceback contains only code of megappo."""
     lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    others = [(file, number) for file, number in lines if not file.startswith((_MEGAPPO, "<"))]
+    others = [(file, number) for file, number in lines if not file.startswith((_MEGAPPO, _KERNELS, "<"))]
     installed = {file for file, _ in others if "site-packages" in file or "dist-packages" in file}
     libraries = installed | {file for file, _ in others if file.startswith(_STANDARD_LIBRARY)}
     own = [line for line in others if line[0] not in libraries] or [line for line in others if line[0] in installed]
@@ -159,7 +175,9 @@ def _module_of(file: Path) -> ModuleType:
 
 
 def _is_strange(name: str, value: object, module: ModuleType) -> bool:
-    """Return whether a name should not be suggested, because the name is private or imported."""
+    """Return whether a name should not be suggested, because the name is private, imported or a type."""
+    if value.__class__.__module__ == "typing" or typing.get_origin(value) is not None:
+        return True
     imported = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
     return imported or name.startswith("_")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
+from megappo.config.model_files import load_architecture
 from megappo.errors import expanded
 from megappo.observe.streams import adapt_streams
 from megappo.runtime.launchers import adopt_launcher, is_main
@@ -84,7 +85,11 @@ def evaluate(config: Config, *, weights: str | os.PathLike[str] | None = None) -
 
 
 def _with_weights(config: Config, weights: str) -> Config:
-    """Return the settings with `weights` as the model. The tokenizer of the model is kept."""
+    """Return the settings with `weights` as the model. The tokenizer of the model is kept.
+
+    Raises ConfigError if `weights` is not a supported model.
+    """
+    load_architecture(weights, config.model, key="--weights")
     tokenizer = config.model.tokenizer or config.model.path
     model = config.model.model_copy(update={"path": weights, "init": "pretrained", "tokenizer": tokenizer})
     actor = config.actor.model_copy(update={"start_from": None})

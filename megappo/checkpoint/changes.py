@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def compare_settings(
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):
             continue
-        if former_file(old.get(key), new.get(key), digests) is not None:
+        if former_file(old.get(key), new.get(key), digests) or _is_one_path(old.get(key), new.get(key)):
             continue
         sentence = f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         if key in _LENGTHS and decays and steps[0] != steps[1]:
@@ -100,6 +101,13 @@ def compare_settings(
         else:
             harmless.append(sentence)
     return Changes(tuple(harmless), tuple(dangerous))
+
+
+def _is_one_path(before: JSONValue, now: JSONValue) -> bool:
+    """Return whether two texts are paths of one existing file or folder, such as its absolute and its relative path."""
+    if not isinstance(before, str) or not isinstance(now, str):
+        return False
+    return os.path.exists(before) and os.path.exists(now) and os.path.samefile(before, now)
 
 
 def former_files(

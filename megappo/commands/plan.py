@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> bool:
     else:
         console.print(plan_view(plan))
         # Sentences are not wrapped, so that overrides can be copied.
-        answer = [plan.verdict, advice, plan.bottleneck, other.sentence, plan.stopping.sentence(config)]
+        reason = "the fewest that the layouts need; --gpus N plans another number"
+        assumed = f" (planned for {gpus} x {machine.name}, {reason})" if requested_gpus is None else ""
+        answer = [plan.verdict + assumed, advice, plan.bottleneck, other.sentence, plan.stopping.sentence(config)]
         print("\n".join(line for line in (*answer, *proposed.notes, plan.assumptions) if line))
         if chosen:
             print("chosen for settings that the configuration omits:")

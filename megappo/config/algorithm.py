@@ -111,7 +111,7 @@ class CorrectionSettings(Settings):
 class JumpSettings(Settings):
     grad_norm_ratio: Annotated[float, Field(gt=1, le=1e9)] | None = 10.0
     """Ratio of an update's gradient norm to the median of the last 50 norms of the role. Updates above the ratio are
-    recorded. Null: off."""
+    recorded if their norm is also above the 50 norms and `optimizer.clip_grad_norm`. Null: off."""
     kl_nats: PositiveFloat | None = 0.5
     """Limit of KL(old || new) of a minibatch in nats per token, above which an actor update is recorded. Null: off."""
 
@@ -169,7 +169,7 @@ class LambdaSettings(Settings):
 class AlgorithmSettings(Settings):
     estimator: Text = "gae"
     """Advantage estimator: `gae` (with a critic), `grpo`, `rloo`, `reinforce_plus_plus` (without a critic), or a
-    custom estimator (`package.module:function`)."""
+    custom estimator (`file.py:function` or `package.module:function`)."""
     estimator_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a custom estimator."""
     gamma: Fraction = 1.0
@@ -186,7 +186,7 @@ class AlgorithmSettings(Settings):
     """Policy loss: `clip` (PPO-clip), `penalty` (adaptive KL penalty against the old policy), `dis` (SAO: ignores
     tokens outside a band around the engine's probabilities), `cispo` (ratios as bounded weights), `gspo` (ratios of
     sequences), `sapo` (a soft gate), `dppo_tv` or `dppo_kl` (ignore tokens by their change of probability), or a
-    custom loss (`package.module:function`)."""
+    custom loss (`file.py:function` or `package.module:function`)."""
     policy_loss_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a custom policy loss."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2

@@ -41,7 +41,7 @@ class DataSourceSettings(Settings):
     source: PathText
     """Source of prompts: `FILE.jsonl`, `FILE.parquet`, a file pattern such as `data/part-*.parquet`, `datasets:NAME`
     or `datasets:FOLDER` with an optional suffix `:SPLIT` or `:CONFIG:SPLIT`, `reasoning_gym:TASK`, or
-    `package.module:function`."""
+    `file.py:function` or `package.module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning-gym task or the Python function."""
     prompt_key: Text = "prompt"

@@ -65,7 +65,8 @@ class EnvironmentSettings(Settings):
     name: Text = SINGLE_TURN
     """Environment. `single_turn`: one prompt and one response. `tools`: the model can call a calculator or Python.
     `guess`: the model guesses a number with hints. `reasoning_gym`: several attempts at its tasks. `agent`: a function
-    or program with the protocol of OpenAI or Anthropic. `package.module:Class`: a custom environment."""
+    or program with the protocol of OpenAI or Anthropic. `file.py:Class` or
+    `package.module:Class`: a custom environment."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 8

@@ -54,6 +54,9 @@ _TYPE_RULES = {
     "path_type": "must be a path",
 }
 
+_BOUND_REMEDIES = {
+    "rollout.temperature": "; training needs random samples, such as with 1.0 (data.validation is always greedy)"
+}
 _OFF = ("none", "null", "off", "no", "false", "disabled", "disable")
 """Words that users write to disable a section."""
 _MISSPELT = 0.85
@@ -219,13 +222,16 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "value_error":
         return f"{name}: {detail['ctx']['error']}"
     if kind in BOUNDS:
-        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}{_as_fraction(value, detail['ctx'])}"
+        remedy = _BOUND_REMEDIES.get(name) or _as_fraction(value, detail["ctx"])
+        return f"{name} is {show(value)}, {_bound(key, kind, detail['ctx'])}{remedy}"
     if kind == "string_too_long":
         return f"{name} is {show(value)}, must have at most {detail['ctx']['max_length']} characters"
     if kind == "model_type":
         return f"{name} is {show(value)}, {_section_rule(key, value)}"
     if kind in _TYPE_RULES:
-        return f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value) or _example_of(key, value)}"
+        return (
+            f"{name} is {show(value)}, {_TYPE_RULES[kind]}{_type_remedy(kind, value, key) or _example_of(key, value)}"
+        )
     return f"{name} is {show(value)}: {detail['msg']}"
 
 
@@ -297,10 +303,13 @@ def _example(key: Key, example: Example) -> str:
     return f", such as {in_yaml(example)}; as an override write {as_overrides(dotted(key), example)}"
 
 
-def _type_remedy(kind: str, value: JSONValue) -> str:
+def _type_remedy(kind: str, value: JSONValue, key: Key) -> str:
     """Return the replacement that follows from the value, or "" if there is none."""
     if kind == "string_type" and isinstance(value, (bool, int, float)):
-        return f"; put it in quotes: '{show(value)}'"
+        # An override of a plain setting needs no quotes, but inside a list or a mapping the shell would remove them.
+        is_inside = find_field(key) is None
+        in_shell = "; in a shell, put double quotes around the whole override" if is_inside else ""
+        return f"; put it in quotes: '{show(value)}'{in_shell}"
     if kind == "string_type" and value is None:
         return "; write a text, or leave the setting out"
     if kind == "int_from_float" or (kind == "int_type" and isinstance(value, float)):

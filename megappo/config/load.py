@@ -8,6 +8,8 @@ configuration first. Their absolute paths are stored.
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from megappo import __version__
 from megappo.config.base import SettingValue
 from megappo.config.chat_template import read_template
 from megappo.config.explain import explain, likely_keys, unknown_keys
-from megappo.config.fields import Key, dotted, find_field, names_in, section_of
+from megappo.config.fields import Key, dotted, find_field, names_in, section_of, takes
 from megappo.config.schema import Config
 from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
 from megappo.errors import ConfigError, expanded, link_to_nothing, secret_settings, shortened, show, writing
@@ -33,6 +35,8 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
 """Pairs of settings that exclude each other."""
 _PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
 """Settings of `runtime` that a run takes from its plan if the user does not set them."""
+_UNDECODED = re.compile("[\ud800-\udfff]")
+"""Bytes of a command line that Python could not decode."""
 _URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
 _REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _ENGINES}
 """Pairs of settings. An override of the first setting removes the second one from the file: an alternative setting, or
@@ -43,9 +47,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """Read, override and validate the settings of a run.
 
     An override is `a.b.c=value`. The value is YAML, such as `critic=null`, `reference={}` or
-    `rollout.stop_token_ids=[1, 2]`. Later overrides have precedence. Sections that are missing in the file are created.
-    An override that ends in .yaml or .yml and has no `=` is another file. Each of its settings replaces the earlier
-    value.
+    `rollout.stop_token_ids=[1, 2]`. If a setting must be text, a number, true or false is the text as typed. Later
+    overrides have precedence. Sections that are missing in the file are created. An override that ends in .yaml or
+    .yml and has no `=` is another file. Each of its settings replaces the earlier value.
 
     Raises ConfigError with one sentence per problem. Secrets are reported alone, because other sentences may show
     values.
@@ -95,7 +99,7 @@ def _override(
 def _meant(override: str) -> list[Key]:
     """Return the settings that the user may have meant by an invalid override."""
     name, _, text = override.partition("=")
-    key = tuple(name.strip().split("."))
+    key = tuple(name.strip("+~ ").split("."))
     if find_field(key) is not None:
         return [key]
     try:
@@ -199,6 +203,13 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
     """Parse `a.b=1` into (("a", "b"), 1). Raises ConfigError if the key does not exist."""
     name, equals, text = override.partition("=")
     key, shown = tuple(name.strip().split(".")), f"override '{shortened(override)}'"
+    if _UNDECODED.search(override):
+        encoding = f"is not text in the encoding of this locale, {sys.getfilesystemencoding()}"
+        raise ConfigError(f"{shown} {encoding}; write UTF-8, and set LC_ALL=C.UTF-8")
+    if name.startswith(("+", "~")):
+        setting = name.strip("+~ ")
+        written = f"{setting}=null" if name.startswith("~") else f"{setting}={text.strip() or 'VALUE'}"
+        raise ConfigError(f"{shown} begins with an operator of Hydra; write {shortened(written)}")
     if not equals or not all(key):
         raise ConfigError(f"{shown} must have the form section.key=value, such as run.steps=10")
     if len(key) > DEEPEST_NESTING:
@@ -214,7 +225,17 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
             if depth < len(key) and "dict" not in str(field.annotation):
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value, not a section; remove the keys after it")
             break
-    return key, parse_value(text, shown)
+    value = parse_value(text, shown)
+    return key, text.strip() if isinstance(value, (bool, int, float)) and _is_text_only(key, depth, value) else value
+
+
+def _is_text_only(key: Key, depth: int, value: JSONValue) -> bool:
+    """Return whether `key` accepts text but not `value`. `key[:depth]` is a setting, which can be a mapping."""
+    setting = key if find_field(key) is not None else key[:depth]
+    text: JSONValue = "text"
+    for part in reversed(key[len(setting) :]):
+        text, value = {part: text}, {part: value}
+    return takes(setting, text) and not takes(setting, value)
 
 
 def _with_own_files(value: JSONValue, folder: Path) -> JSONValue:

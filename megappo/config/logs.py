@@ -41,7 +41,8 @@ class LoggingSettings(Settings):
     wandb_run: WandbSettings = WandbSettings()
     """Group, tags and mode of the run in Weights & Biases."""
     loggers: dict[Text, dict[str, Any]] = Field(default_factory=dict)
-    """Custom loggers: `{"package.module:name": {option: value}}`. The options are keyword arguments."""
+    """Custom loggers: `{"file.py:name": {option: value}}`, or `package.module:name` as the key. The options
+    are keyword arguments."""
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
     """Console output. `live`: a redrawn progress view. `plain`: a line per step. `auto`: live on a terminal."""
     sample_texts: NonNegativeInt = 2

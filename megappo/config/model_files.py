@@ -99,12 +99,21 @@ def read_config_json(folder: Path, *, key: str = "model.path") -> dict[str, Any]
     if link := link_to_nothing(path):
         raise ConfigError(f"{key}: {link}")
     if not path.exists():
-        raise ConfigError(f"{key} '{folder}' has no config.json; give a Hugging Face model folder")
+        raise ConfigError(f"{key} '{folder}' {_no_model(folder)}")
     try:
         check_folder(folder)
         return read_object(path)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
+
+
+def _no_model(folder: Path) -> str:
+    """Return the problem of a folder without config.json, and the remedy. The folder of a run has its model inside."""
+    if not (folder / "config.yaml").exists():
+        return "has no config.json; give a Hugging Face model folder"
+    final = folder / "final"
+    remedy = f"give {final}" if (final / "config.json").exists() else f"`megappo export {folder} OUT` writes its model"
+    return f"is the directory of a run and has no config.json; {remedy}"
 
 
 def _hf_config(folder: Path, trust_remote_code: bool, key: str) -> PretrainedConfig:

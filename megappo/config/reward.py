@@ -51,7 +51,7 @@ class OverlongSettings(Settings):
 
 class RewardTermSettings(Settings):
     function: Text | None = None
-    """Built-in rule or `package.module:function`."""
+    """Built-in rule, `file.py:function` or `package.module:function`."""
     judge: JudgeSettings | None = None
     """Language model that judges answers, instead of `function`."""
     weight: float = Field(default=1.0, ge=-1e9, le=1e9)
@@ -88,9 +88,9 @@ class RemoteModelSettings(Settings):
 
 class RewardSettings(Settings):
     function: Text | None = None
-    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, `package.module:function`, or
-    `environment`. With `environment`, the score is the reward of `rollout.environment` alone. Scores of other
-    functions are added to that reward. Default: `functions`."""
+    """`exact`, `number`, `gsm8k`, `math_verify`, `reasoning_gym`, `model`, `environment`,
+    `file.py:function`, or `package.module:function`. With `environment`, the score is the reward of
+    `rollout.environment` alone. Scores of other functions are added to that reward. Default: `functions`."""
     functions: dict[str, RewardTermSettings] = Field(default_factory=dict)
     """Several named functions instead of `function`: a mapping from names to `{function, weight, options, batch,
     data_sources}` or `{judge, weight, data_sources}`. The reward is the weighted sum of the scores. The metric

@@ -125,7 +125,8 @@ class ModelSettings(Settings):
     init: Literal["pretrained", "random"] = "pretrained"
     """Source of the weights. `random` draws weights with `initializer_range` of config.json and the seed of the run."""
     family: Text | None = None
-    """Custom model family (`package.module:FAMILY`). The `model_type` of config.json selects the family of a model."""
+    """Custom model family (`file.py:FAMILY` or `package.module:FAMILY`).
+    The `model_type` of config.json selects the family of a model."""
     tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer. Append `@REVISION` for a revision other than `main`. Default: `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -157,11 +158,11 @@ class DynamicSamplingSettings(Settings):
 class RolloutSettings(Settings):
     engine: Text | None = None
     """Generation engine. `sglang`: servers for the prompts of all ranks. `transformers`: an engine inside each rank.
-    `package.module:Class`: a custom engine. Default: sglang on CUDA, transformers on a CPU."""
+    `file.py:Class` or `package.module:Class`: a custom engine. Default: sglang on CUDA, transformers on a CPU."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a custom engine."""
     generation: Text | None = None
-    """Custom function that generates responses with the engine (`package.module:function`). Default: the engine."""
+    """Custom function for generation: `file.py:function` or `package.module:function`. Default: the engine."""
     generation_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function in `generation`."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 0
@@ -306,11 +307,10 @@ class RolloutSettings(Settings):
                 yield f"generation is {show(self.generation)}, must be an import path; write {forms}"
         elif self.generation_options:
             yield "generation_options need a function in generation, which is null; remove generation_options"
-        if self.top_p != 1.0 or self.top_k != 0:
-            yield (
-                f"top_p {self.top_p} and top_k {self.top_k} truncate the distribution, which biases the ratios; "
-                "set top_p: 1.0 and top_k: 0 and use temperature instead"
-            )
+        for name, value, unused in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0)):
+            if value != unused:
+                problem = f"{name} {value} truncates the distribution, which biases the ratios"
+                yield f"{problem}; set {name} to {unused}, and use temperature instead"
 
 
 class EvaluationSettings(Settings):

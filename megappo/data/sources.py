@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "user", "assistant", "tool")
 _KEEP_PLAIN = "keep plain values in the record"
+_NO_OPTIONS = "remove them, such as by the override data.train.options={}"
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ def _open(settings: DataSourceSettings) -> Located:
         return _reasoning_gym(source.removeprefix("reasoning_gym:"), settings.options)
     if source.startswith(HUB_PREFIX):
         if settings.options:
-            raise ValueError(f"data source '{source}' takes no options, got {settings.options}; remove them")
+            raise ValueError(f"data source '{source}' takes no options, got {settings.options}; {_NO_OPTIONS}")
         return _keyed_rows(read_table(source, settings.limit), source, settings)
     if not source.endswith((".jsonl", ".parquet")):
         if is_import_path(source):
@@ -82,17 +83,20 @@ def _open(settings: DataSourceSettings) -> Located:
             f"data source '{source}' has an unknown type; "
             "use FILE.jsonl, FILE.parquet, datasets:NAME, reasoning_gym:TASK or package.module:function"
         )
+    files = source_files(source)
     if settings.options:
-        raise ValueError(f"data source '{source}' is a file and takes no options, got {settings.options}; remove them")
+        raise ValueError(
+            f"data source '{source}' is a file and takes no options, got {settings.options}; {_NO_OPTIONS}"
+        )
     read = _jsonl if source.endswith(".jsonl") else _parquet
-    return itertools.chain.from_iterable(read(path, settings) for path in source_files(source))
+    return itertools.chain.from_iterable(read(path, settings) for path in files)
 
 
 def source_files(source: str) -> list[Path]:
     """Return the file of a name, or the files of a pattern such as `data/part-*.parquet`, sorted by name. Raises
     ValueError if no file exists."""
     if os.path.isdir(source):
-        raise ValueError(f"data file '{source}' is a folder; name one file in it")
+        raise ValueError(f"data source '{source}' is a folder; name one file in it")
     if os.path.isfile(source):
         return [Path(source)]
     if glob.has_magic(source):
@@ -101,8 +105,8 @@ def source_files(source: str) -> list[Path]:
             raise ValueError(f"no file has a name like '{source}' (from {Path.cwd()}); change the pattern")
         return files
     if link := link_to_nothing(Path(source)):
-        raise ValueError(f"data file '{source}': {link}")
-    raise ValueError(f"data file '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
+        raise ValueError(f"data source '{source}': {link}")
+    raise ValueError(f"data source '{source}' does not exist (from {Path.cwd()}); {_remedy_of(Path(source))}")
 
 
 def _remedy_of(missing: Path) -> str:

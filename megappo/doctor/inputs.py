@@ -21,10 +21,11 @@ from megappo.data.unknown import unknown_token_warning
 from megappo.doctor.findings import Finding, any_broken, fine, from_sentence, slow
 from megappo.doctor.settings import reward_model_findings
 from megappo.doctor.software import reward_findings
+from megappo.environments.protocol import Environment
 from megappo.environments.registry import make_environment_context
 from megappo.errors import one_line, shortened
 from megappo.plan.inputs import Models
-from megappo.plugins import is_import_path
+from megappo.plugins import is_import_path, own_file
 from megappo.ppo.components import check_answers
 from megappo.ppo.methods import check_methods
 from megappo.ppo.origins import open_start
@@ -51,8 +52,7 @@ def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInput
         yield fine("stop tokens", ends or "none: responses have full length")
     if (environment := inputs.environment) is not None:
         make_environment_context(config, environment, tokenizer, stops, rows)
-        tools = ", ".join(getattr(environment, "tools", {})) or "none in workers"
-        yield fine("environment", f"{type(environment).__name__} of {type(environment).__module__}; tools: {tools}")
+        yield _environment_finding(config, environment)
     train = inputs.training
     for prompts in train.sources if isinstance(train, MixedPrompts) else (train,):
         yield from _data_findings("data", prompts, config, tokenizer)
@@ -72,6 +72,16 @@ def prompt_findings(config: Config, models: Models, ranks: int, inputs: RunInput
     text, answer = (shortened(repr(shown), _SHOWN_CHARACTERS) for shown in (first.text, str(first.answer)))
     yield fine("a prompt", f"{text}, {len(first.token_ids)} tokens, answer {answer}")
     check_answers(config, train, inputs.validation.values())
+
+
+def _environment_finding(config: Config, environment: Environment) -> Finding:
+    """Return the finding on an environment that was created. An episode needs the weights of a model."""
+    assert config.rollout.environment is not None, "the environment was created from the settings"
+    file = own_file(config.rollout.environment.name)
+    place = type(environment).__module__ if file is None else file.name
+    tools = ", ".join(getattr(environment, "tools", {})) or "none in workers"
+    rest = "no episode was played, a run with run.steps=1 plays some"
+    return fine("environment", f"{type(environment).__name__} of {place}; tools: {tools}; {rest}")
 
 
 def _data_findings(

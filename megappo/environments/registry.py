@@ -25,7 +25,7 @@ def make_environment(settings: EnvironmentSettings) -> Environment:
     made = load(ENVIRONMENTS.get(settings.name, settings.name), _SETTING, inspect.isclass, "class")
     what, remedy = f"{_SETTING} '{settings.name}'", "change its parameters, or rollout.environment.arguments"
     check_call(made, (), settings.arguments, what=what, remedy=remedy)
-    with users_code(f"{what} cannot be made", remedy, but=(ValueError,)):
+    with users_code(f"{what} cannot be made", remedy, keeps_ours=True):
         environment: Environment = made(**settings.arguments)
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ValueError(f"{what} has no `async def run(self, session)`; give it one")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megappo.config import Config
 from megappo.config.algorithm import JumpSettings
 from megappo.types import Experience
 
@@ -31,12 +32,16 @@ class Jump:
 class JumpWatch:
     """Stores the recent gradient norms of one role. The same numbers lead to the same decision on every rank."""
 
-    def __init__(self, settings: JumpSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: JumpSettings, clip_norm: float) -> None:
+        """`clip_norm` is `clip_grad_norm` of the role. Smaller gradients are applied unclipped and are not unusual."""
+        self._settings, self._clip_norm = settings, clip_norm
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
 
     def judge(self, grad_norm: float, kl: float | None) -> tuple[str, ...]:
         """Return the reasons why an applied update is unusual, or an empty tuple.
+
+        A gradient norm is not unusual if the recent updates had a larger one: a policy that is nearly always right
+        has tiny gradients and, at each wrong answer, a gradient of ordinary size.
 
         Args:
             grad_norm: L2 norm of the gradient before clipping.
@@ -45,7 +50,8 @@ class JumpWatch:
         reasons = []
         ratio, bound = self._settings.grad_norm_ratio, self._settings.kl_nats
         usual = statistics.median(self._norms) if len(self._norms) >= _FEWEST else None
-        if ratio is not None and usual is not None and grad_norm > ratio * usual:
+        largest = max((*self._norms, self._clip_norm))
+        if ratio is not None and usual is not None and grad_norm > max(ratio * usual, largest):
             reasons.append(f"gradient norm {grad_norm:.3g}, usually {usual:.3g}")
         if bound is not None and kl is not None and kl > bound:
             reasons.append(f"KL to the old policy {kl:.3g} nats per token, above {bound:g}")
@@ -59,6 +65,11 @@ class JumpWatch:
     def load_state_dict(self, state: Sequence[float]) -> None:
         """Restore the result of `state_dict`."""
         self._norms = deque(state, maxlen=_REMEMBERED)
+
+
+def watches_of(config: Config, roles: Iterable[str]) -> dict[str, JumpWatch]:
+    """Return a watch for each of these trained roles."""
+    return {role: JumpWatch(config.algorithm.jumps, config.trained[role].optimizer.clip_grad_norm) for role in roles}
 
 
 def describe_samples(experience: Experience, chosen: Sequence[int]) -> tuple[dict[str, Any], ...]:

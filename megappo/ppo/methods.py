@@ -122,7 +122,7 @@ def _check_finite(what: str, *tensors: Tensor) -> None:
 def _tried(setting: str, name: str) -> Iterator[None]:
     """Raise every error of the block as ConfigError. A ValueError of megappo already describes its cause."""
     try:
-        with users_code("it failed", "fix it", but=(ValueError,)):
+        with users_code("it failed", "fix it", keeps_ours=True):
             yield
     except ValueError as error:
         raise ConfigError(f"{setting} '{name}': {error}") from error

@@ -22,7 +22,7 @@ from megappo.ppo.evaluation import evaluate_policy
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.exports import export_actor
 from megappo.ppo.in_flight import responses_of
-from megappo.ppo.jumps import Jump, JumpWatch, describe_samples
+from megappo.ppo.jumps import Jump, describe_samples, watches_of
 from megappo.ppo.later_steps import forget_after
 from megappo.ppo.measures import (
     actor_mfu,
@@ -87,7 +87,7 @@ class Trainer:
         """This rank's part of the actor weights in the engine. They may be older than the actor."""
         self.metrics: dict[str, float] = {}
         self.next_metrics: dict[str, float] = {}
-        self.jump_watches = {role.placement.name: JumpWatch(self.algorithm.jumps) for role in parts.trained}
+        self.jump_watches = watches_of(self.config, (role.placement.name for role in parts.trained))
         self.boundary = Boundary(self.state_dict(), {}, {})
         self.is_resuming = checkpoints is not None and checkpoints.resumed is not None
         """True until the checkpoint is fully restored. A new checkpoint would be incomplete before."""

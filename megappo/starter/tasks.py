@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,12 @@ _WITH_TOOLS = "Qwen/Qwen2.5-0.5B-Instruct"
 """Smallest suggested model with a chat template that describes tools."""
 _THINKING = (_SMALL, _MIDDLE)
 """Models that think by default. For other models, `megappo plan` prints a note."""
+
+_FIELDS = {
+    "prompt_key": ("prompt", "question", "problem", "query", "instruction", "input"),
+    "answer_key": ("answer", "solution", "ground_truth", "target", "label", "output"),
+}
+"""Usual names of the fields of prompts and answers. The first name is the default."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,9 @@ def _roles(request: StarterRequest, folder: ModelFolder) -> Iterator[Setting]:
 
 def _data(request: StarterRequest, model: str, folder: ModelFolder, prompt_tokens: int) -> Iterator[Setting]:
     if request.task == "jsonl":
-        yield Setting(
-            "data.train.source", str(request.data), "lines with `prompt` and `answer`; parquet files are supported, too"
-        )
+        why = "lines with a prompt and an answer; parquet files are supported, too"
+        yield Setting("data.train.source", str(request.data), why)
+        yield from _keys(request.data)
     else:
         yield Setting("data.train.source", str(request.data / "train.parquet"), "written by megappo data prepare gsm8k")
         yield Setting("data.validation.source", str(request.data / "test.parquet"), "used only by evaluations")
@@ -154,6 +161,19 @@ def _data(request: StarterRequest, model: str, folder: ModelFolder, prompt_token
     elif model in _THINKING:
         yield Setting("data.chat_template_options", {"enable_thinking": False}, "responses are too short for thinking")
     yield Setting("data.max_prompt_tokens", prompt_tokens, "longer prompts are dropped, and the run prints how many")
+
+
+def _keys(data: Path) -> Iterator[Setting]:
+    """Yield the fields of prompt and answer in the first line of a file, if they do not have the default names."""
+    try:
+        with data.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):  # the file does not exist yet, or is no text of JSON lines
+        return
+    for key, names in _FIELDS.items():
+        name = next((name for name in names if isinstance(first, dict) and name in first), names[0])
+        if name != names[0]:
+            yield Setting(f"data.train.{key}", name, "the field in each line")
 
 
 def _rollout(request: StarterRequest, target: RunTarget, folder: ModelFolder, most_tokens: int) -> Iterator[Setting]:
@@ -209,7 +229,11 @@ def _end(request: StarterRequest, folder: ModelFolder) -> Iterator[Setting]:
     yield Setting("algorithm.kl_in_reward", {"kind": "kl", "coef": 0.001}, "keeps the policy near the reference")
     if request.task != "jsonl":
         yield Setting("evaluation.every_steps", 20, "greedy answers to the validation set")
-    yield Setting("checkpoint.every_steps", 20, "a killed run loses at most this number of steps")
+
+
+def checkpoint_interval(steps: int) -> Setting:
+    """Return the setting of the interval that the plan recommends."""
+    return Setting("checkpoint.every_steps", steps, "a killed run loses at most this number of steps")
 
 
 EXAMPLE_LINES = "".join(f'{{"prompt": "{a}+{b}=", "answer": "{a + b}"}}\n' for a in range(10) for b in range(10))

@@ -12,11 +12,19 @@ import yaml
 
 from megappo.config import ConfigError, load_config
 from megappo.config.start_lines import command_line, sbatch_line, training_line
-from megappo.plan.planner import Planning, planning
+from megappo.plan.planner import Planning, make_plan, planning
 from megappo.plan.search import Proposal, best_layouts, remedy
 from megappo.starter.commented_yaml import Setting, overridden, to_yaml
 from megappo.starter.target import RunTarget
-from megappo.starter.tasks import EXAMPLE_LINES, EXAMPLE_REWARD, TASKS, StarterRequest, models, settings_of
+from megappo.starter.tasks import (
+    EXAMPLE_LINES,
+    EXAMPLE_REWARD,
+    TASKS,
+    StarterRequest,
+    checkpoint_interval,
+    models,
+    settings_of,
+)
 
 _LAYOUT = "by the search of `megappo plan --search`"
 
@@ -52,6 +60,9 @@ def write(request: StarterRequest, target: RunTarget, output: Path, model_config
             layouts = best_layouts(proposed.config, proposed.models, target.machine, target.ranks, count=1)
             if layouts:
                 chosen = overridden(settings, map(_setting, layouts[0].overrides))
+                draft.write_text(to_yaml(chosen), encoding="utf-8")
+                plan = make_plan(load_config(draft), proposed.models, target.machine, target.ranks)
+                chosen = overridden(chosen, [checkpoint_interval(plan.stopping.every_steps)])
                 draft.write_text(_head(request, target, output, layouts[0]) + to_yaml(chosen), encoding="utf-8")
                 load_config(draft)
                 files = [file for file, text in _examples(request, output) if _written_once(file, text)]

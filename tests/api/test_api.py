@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ import pytest
 import yaml
 
 from megappo import api
+from megappo.algo.estimators import ARGUMENTS
 from megappo.observe.metrics import read_metrics
+from megappo_kernels.objectives import OFFERED
 from tests.house.commands import blocks
 from tests.support import outside, outside_reward
 from tests.support.harness import start
@@ -173,6 +176,13 @@ def test_plan_and_train_on_two_processes(tmp_path: Path) -> None:
     output = output_of(tmp_path, PROGRAM, processes=2)
     assert output.count("fits") >= 2, "each rank must print a plan"
     assert json.loads((tmp_path / "runs" / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_arguments_of_methods_are_documented() -> None:
+    text = (ROOT / "megappo" / "api" / "README.md").read_text()
+    rows = [row for row in text.splitlines() if row.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert {*ARGUMENTS, *OFFERED} <= documented
 
 
 def test_user_errors_raise_config_errors(tmp_path: Path) -> None:

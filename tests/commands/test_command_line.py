@@ -231,6 +231,25 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
     assert "eval needs prompts; add data.validation" in capsys.readouterr().err
 
 
+def test_eval_names_weights_that_are_no_model(
+    calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def error() -> str:
+        assert main(["eval", str(BASE), model, "--weights", str(run)]) == 2
+        return capsys.readouterr().err
+
+    assert error() == f"megappo: error: --weights '{run}' has no config.json; give a Hugging Face model folder\n"
+    (run / "config.yaml").write_text("run: {}")
+    assert f"--weights '{run}' is the directory of a run and has no config.json; `megappo export {run} OUT`" in error()
+    (run / "final").mkdir()
+    (run / "final" / "config.json").write_text("{}")
+    assert error().endswith(f"is the directory of a run and has no config.json; give {run}/final\n")
+    assert calls == []
+
+
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

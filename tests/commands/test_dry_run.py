@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from megappo.cli import main
 from megappo.plan.machines import MACHINES
+from megappo.types import Prompt
 from tests.support.places import ROOT
 
 pytestmark = pytest.mark.waits
@@ -69,3 +72,18 @@ def test_command_starts_one_process_per_device(
 )
 def test_each_machine_has_the_same_number_of_ranks(ranks: int, nodes: int) -> None:
     assert MACHINES["h100"].nodes_of(ranks) == (nodes, ranks // nodes) and ranks // nodes <= 8
+
+
+def test_environment_of_a_file_is_created_and_not_played(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "guesser.py").write_text("class Guess:\n    async def run(self, session):\n        raise KeyError\n")
+    environment = f"rollout.environment={{name: '{tmp_path}/guesser.py:Guess'}}"
+    output = dry_run(capsys, environment, "reward.function=environment")
+    assert "Guess of guesser.py; tools: none in workers; no episode was played" in output
+
+
+def test_documented_attributes_of_a_prompt_are_complete() -> None:
+    for document in ("environments/README.md", "guides/agents.md"):
+        text = (ROOT / "megappo" / document).read_text()
+        start = text.index("`text`")
+        names = re.findall(r"`(\w+)`", text[start : text.index("`source`", start) + len("`source`")])
+        assert sorted(set(names)) == sorted(field.name for field in fields(Prompt)), document

@@ -157,7 +157,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},
         ["actor.optimizer: overlap_param_gather is true, which Megatron", "set overlap_grad_reduce to true, or remove"],
     ),
-    ({"rollout.top_p": 0.9}, ["rollout: top_p 0.9", "set top_p: 1.0 and top_k: 0"]),
+    ({"rollout.top_p": 0.9}, ["rollout: top_p 0.9", "set top_p to 1.0, and use temperature"]),
     ({"rollout.stop_token_ids": 5}, ["rollout.stop_token_ids is 5", "must be a list, such as [5]"]),
     ({"rollout.stop": "END"}, ["rollout.stop is 'END'", 'must be a list, such as ["END"]']),
     ({"reward.clip": 5}, ["reward.clip is 5", "must be a list, such as [1, 2]"]),

@@ -111,3 +111,28 @@ def test_examples_of_sections_contain_valid_settings(value: str) -> None:
                     keys = [part.partition("=")[0].split(".") for part in shlex.split(override)]
                     assert keys and all(find_field(tuple(part)) is not None for part in keys)
     assert examples > 10
+
+
+@pytest.mark.parametrize("typed", ["123", "007", "1e-5", "true", "2026-01-02", "no", "'7'"])
+def test_text_settings_take_numbers_as_typed(typed: str) -> None:
+    text = typed.strip("'")
+    config = load_config(BASE, [f"{key}={typed}" for key in ("run.name", "run.directory", "logging.wandb_project")])
+    assert (config.run.name, config.run.directory, config.logging.wandb_project) == (text, Path(text), text)
+
+
+@pytest.mark.parametrize("typed", ["123", "true"])
+def test_environment_variables_take_numbers_as_typed(typed: str) -> None:
+    config = load_config(BASE, ["rollout.engine=sglang", f"rollout.sglang.environment.LEVEL={typed}"])
+    assert config.rollout.sglang is not None and config.rollout.sglang.environment == {"LEVEL": typed}
+
+
+def test_options_keep_the_type_of_yaml() -> None:
+    config = load_config(BASE, ["reward.options.level=3", "reward.options.exact=true"])
+    assert config.reward.options == {"level": 3, "exact": True}
+
+
+def test_text_of_an_entry_takes_a_number_as_typed() -> None:
+    config = load_config(
+        BASE, ["data.train=null", "data.mixture.sums.source=data.jsonl", "data.mixture.sums.answer_key=1"]
+    )
+    assert config.data.mixture is not None and config.data.mixture["sums"].answer_key == "1"

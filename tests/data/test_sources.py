@@ -460,5 +460,7 @@ def test_limit_stops_an_endless_source(user_module: str) -> None:
 
 
 def test_options_of_a_file_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a file and takes no options"):
+    with pytest.raises(ValueError, match=r"is a file and takes no options.* the override data.train.options={}"):
         read(jsonl(tmp_path, GOOD), options={"size": 3})
+    with pytest.raises(ValueError, match="missing.jsonl' does not exist"):
+        read(str(tmp_path / "missing.jsonl"), options={"size": 3})

@@ -557,7 +557,7 @@ CHAT = '{"prompt": "1+2=", "answer": "3"}\n'
         (["actor.epoch=2"], "actor.epoch is not a setting; did you mean actor.epochs?"),
         (["model.path=./nowhere"], "model.path './nowhere': there is no such folder"),
         (["model.tokenizer=./nowhere"], "model.tokenizer './nowhere': there is no such folder"),
-        (["data.train={source: gone.jsonl}"], "data file 'gone.jsonl' does not exist"),
+        (["data.train={source: gone.jsonl}"], "data source 'gone.jsonl' does not exist"),
         (
             ["data.apply_chat_template=true"],
             "the tokenizer has no chat template; name a file with one in data.chat_template, or set",

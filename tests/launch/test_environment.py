@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megappo.config import load_config
 from tests.support.places import QUICKSTART, ROOT
 
 pytestmark = pytest.mark.waits
@@ -350,6 +351,8 @@ def test_quickstart_runs_on_one_gpu(machine: Machine, gpus: int, visible: str | 
     split = ["actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1"]
     assert arguments[arguments.index("train") - 1] == str(processes) and "run.steps=3" in arguments, text
     assert [w for w in split if w in arguments] == (split if processes == 1 else [])
+    config = load_config(QUICKSTART, [word for word in arguments if "=" in word])
+    assert config.saves_experience is not None and config.saves_experience.samples == 64, "inspect reads the samples"
 
 
 @pytest.mark.parametrize(

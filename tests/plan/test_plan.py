@@ -442,6 +442,14 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, captured.out, captured.err
 
 
+def test_verdict_names_the_assumed_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assumed = "(planned for 4 x h100, the fewest that the layouts need; --gpus N plans another number)"
+    assert main(["plan", "configs/qwen3_8b_8gpu_math.yaml", "--machine", "h100"]) == 1
+    assert f"GB are usable {assumed}\n" in capsys.readouterr().out
+    assert main(["plan", "configs/qwen3_8b_8gpu_math.yaml", "--machine", "h100", "--gpus", "8"]) == 0
+    assert "planned for" not in capsys.readouterr().out.partition("assumed:")[0]
+
+
 def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = command(capsys, str(SHIPPED), "--machine", "h100", "--json", "--gpus", "8", *EMBEDDED[SHIPPED])
     assert (code, err) == (0, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.config import Config, load_config
 from megappo.errors import ConfigError
 from tests.ppo.test_experience import resumed
@@ -100,7 +101,7 @@ def test_a_renamed_file_is_accepted_and_another_function_is_refused(old: Path, m
     [
         ("reward.function=mne.py:score", "reward.function 'mne.py:score': there is no file .*/mne.py; create it, or"),
         ("algorithm.estimator=mne.py:score", "algorithm.estimator 'mne.py:score': there is no file"),
-        ("data.train.source=trian.jsonl", "data file 'trian.jsonl' does not exist"),
+        ("data.train.source=trian.jsonl", "data source 'trian.jsonl' does not exist"),
         ("data.train.source=trian-*.parquet", "no file has a name like 'trian-\\*.parquet'"),
         ("model.tokenizer=/nowhere/tokens", "model.tokenizer '/nowhere/tokens': there is no such folder"),
         ("actor.start_from=/nowhere/run", "/nowhere/run does not exist"),
@@ -121,3 +122,19 @@ def test_the_origin_of_the_weights_can_be_removed(old: Path, monkeypatch: pytest
     """The checkpoint contains the weights, so the run can continue without `actor.start_from`."""
     config = config_in(old, "reward.function", "actor.start_from=/nowhere/run")
     assert sentences_of(config, config, monkeypatch) == []
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.tokenizer", "actor.start_from", "reference.path"])
+def test_absolute_and_relative_paths_of_a_folder_are_equal(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    before, now, other, missing = (
+        load_config(BASE, ["reference={}", f"{key}={path}"]).model_dump(mode="json")
+        for path in (tmp_path / "model", "./model", "other", "missing")
+    )
+    assert compare_settings(before, now, (1, 1)) == Changes((), ())
+    assert len(compare_settings(before, other, (1, 1)).dangerous) == 1
+    assert len(compare_settings(before, missing, (1, 1)).dangerous) == 1

@@ -205,6 +205,10 @@ def misspelt(*, logprob: Tensor) -> Tensor:
     return {"loss": -logprob}["los"]
 
 
+def refuses(*, logprob: Tensor) -> Tensor:
+    raise ValueError("oops")
+
+
 def of_other_shapes(*, rewards: Tensor) -> tuple[Tensor, Tensor]:
     return rewards @ rewards, rewards
 
@@ -272,9 +276,19 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((f"algorithm.policy_loss={ME}:a_sum",), ["returned shape (), must be a number per token, (4,)"]),
     ((f"algorithm.policy_loss={ME}:constant",), ["does not depend on the policy"]),
     ((f"algorithm.policy_loss={ME}:odd_metrics",), ["not tensors of shape (4,)"]),
-    ((f"algorithm.policy_loss={ME}:misspelt",), ["algorithm.policy_loss", ": it failed (KeyError: 'los'); fix it"]),
+    (
+        (f"algorithm.policy_loss={ME}:misspelt",),
+        ["algorithm.policy_loss", ": it failed (KeyError: 'los' (", "test_own_methods.py:", ")); fix it"],
+    ),
+    (
+        (f"algorithm.policy_loss={ME}:refuses",),
+        [": it failed (ValueError: oops (", "test_own_methods.py:", ")); fix it"],
+    ),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_other_shapes"), ["algorithm.estimator", ": it failed (RuntimeError: "]),
-    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"), ["TypeError: 'Tensor' object is not callable); fix"]),
+    (
+        (*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"),
+        ["TypeError: 'Tensor' object is not callable (", ")); fix it"],
+    ),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:one_tensor"), ["returned Tensor, must be (advantages, returns)"]),
     (
         (*NO_CRITIC, f"algorithm.estimator={ME}:divides_by_0"),
@@ -289,7 +303,7 @@ UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     ((*NO_CRITIC, f"algorithm.estimator={ME}:scores"), ["advantages has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:sums"), ["returns has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:with_critic"), ["needs a critic", "add the section critic"]),
-    ((f"algorithm.estimator={ME}:of_groups",), ["critic is given but", "has none", "critic=null"]),
+    ((f"algorithm.estimator={ME}:of_groups",), ["critic is given but", "has none", "critic=null", "argument values"]),
     (
         (*NO_CRITIC, f"algorithm.estimator={ME}:of_groups", "rollout.samples_per_prompt=1"),
         ["compares the samples of a prompt", "set at least 2"],

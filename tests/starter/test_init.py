@@ -62,6 +62,32 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ({"prompt": "1+1=", "answer": "2"}, ("prompt", "answer")),
+        ({"question": "1+1=", "answer": "2"}, ("question", "answer")),
+        ({"problem": "1+1=", "solution": "2", "level": 1}, ("problem", "solution")),
+        ({"text": "1+1="}, ("prompt", "answer")),
+    ],
+)
+def test_keys_are_read_from_the_first_line(
+    empty: Path, model: Path, line: dict[str, object], keys: tuple[str, str]
+) -> None:
+    (empty / "mine.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["init", "--data", "mine.jsonl", "--model", str(model), "--output", "mine.yaml"]) == 0
+    train = load_config("mine.yaml").data.train
+    assert train is not None and (train.prompt_key, train.answer_key) == keys
+
+
+def test_interval_of_checkpoints_suits_the_plan(empty: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, options in enumerate(([], ON_A_GPU, [*ON_A_GPU, "--model", str(model)])):
+        assert main(["init", *options, "--output", f"run{number}.yaml"]) == 0
+        capsys.readouterr()
+        assert main(["plan", f"run{number}.yaml", *options[:4]]) == 0
+        assert "suits the time of a step" not in capsys.readouterr().out
+
+
 def program(folder: Path, name: str, output: str) -> None:
     """Put a program on the PATH that prints a text."""
     (folder / "bin").mkdir(exist_ok=True)

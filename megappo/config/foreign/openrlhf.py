@@ -29,7 +29,8 @@ _OLDER = (
     "deepspeed_enable_sleep colocate_all_models colocate_actor_ref colocate_critic_reward advantage_estimator "
     "freezing_actor_steps input_key label_key agent_func_path use_kl_loss kl_estimator lora_rank lora_alpha "
     "target_modules save_hf_ckpt max_ckpt_num use_wandb dynamic_filtering entropy_loss_coef actor_num_nodes "
-    "actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ptx_coef policy_loss_type"
+    "actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ptx_coef policy_loss_type "
+    "ref_num_nodes ref_num_gpus_per_node ds_tensor_parallel_size"
 )
 _TRAINED = {
     **answer("ROLE.optimizer.learning_rate", "adam.lr"),

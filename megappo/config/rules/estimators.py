@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megappo.algo.estimators import NAMES, Estimator, builtin
 from megappo.config.schema import Config
 from megappo.errors import either
+from megappo.plugins import is_import_path
 
 
 def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
@@ -15,9 +16,10 @@ def estimator_rules(config: Config, estimator: Estimator) -> Iterator[str]:
         without = either(name for name in NAMES if not builtin(name).needs_critic)
         yield f"algorithm.estimator '{estimator.name}' needs a critic; add the section critic, or set {without}"
     if not estimator.takes_values and config.critic is not None:
+        own = ", give the function the argument values," if is_import_path(estimator.name) else ""
         yield (
             f"critic is given but algorithm.estimator '{estimator.name}' has none; "
-            "remove it (critic=null) or set algorithm.estimator to gae"
+            f"remove it (critic=null){own} or set algorithm.estimator to gae"
         )
     samples = config.rollout.samples_per_prompt
     if estimator.compares_samples and samples < 2:
