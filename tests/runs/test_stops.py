@@ -337,7 +337,7 @@ def test_first_failed_reward_is_reported(tmp_path: Path) -> None:
     assert len(failures) == 2 and all(at in failure for failure in failures)
     assert re.search(rf"max_failure_fraction 0.1; .* the first: ValueError: .* {re.escape(at)}", output)
     assert len(re.findall(r"step [12]/2 .*  failed rewards [0-9.]+%", output)) == 4
-    assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>; use the model's own tokenizer" in output
+    assert "8 of 8 prompts of" in output and "8 of 32 tokens are <unk>; use the tokenizer of the model" in output
     for run in ("all", "chosen"):
         samples = [json.loads(text) for text in (tmp_path / run / "samples.jsonl").read_text().splitlines()]
         failed = [sample for sample in samples if int(sample["prompt"][0]) % 2]
