@@ -453,7 +453,7 @@ def test_torchrun_on_two_machines(host: str) -> None:
 
 def test_runs_of_two_users_have_different_ids(site: Site) -> None:
     """Two runs of one user have different IDs. The same command has the same ID on all machines."""
-    site.program("python", 'while [ "$1" != --rdzv-id ]; do shift; done; echo "$2"')
+    site.program("python", 'while [ $# -gt 0 ] && [ "$1" != --rdzv-id ]; do shift; done; echo "${2:-}"')
 
     def name(user: str, *args: str) -> str:
         site.program("id", f"echo {user}")
