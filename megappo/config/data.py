@@ -195,7 +195,7 @@ class DataSettings(Settings):
             raise ValueError(f"{show(time)} is not a time; write it as 2025-11-25 or 2025-11-25 09:30:00") from None
 
     def broken_rules(self) -> Iterator[str]:
-        yield from rule_of_one("set one of them, and the other to null", train=self.train, mixture=self.mixture)
+        yield from rule_of_one("set exactly one of these settings", train=self.train, mixture=self.mixture)
         for key, names in (("mixture", self.mixture), ("validation_sets", self.validation_sets)):
             if names is not None and not names:
                 yield f"{key} is empty; add a name with a source, or set {key} to null"

@@ -31,7 +31,7 @@ def test_pass_at_k_equals_share_of_passing_subsets(samples: int, data: st.DataOb
 @given(samples=st.integers(1, 1024), data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_pass_at_k_equals_published_formula(samples: int, data: st.DataObject) -> None:
-    """Chen et al. 2021, figure 3: 1 - prod (1 - k / i) for i from n - c + 1 to n, and 1 where n - c < k."""
+    """Compare with figure 3 of Chen et al. 2021. The product is over the numbers n - c + 1 to n."""
     right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
     paper = 1.0
     if samples - right >= k:
@@ -66,8 +66,8 @@ def override(*overrides: str) -> Any:
 
 MIXTURE = "data.mixture={a: {source: a.jsonl, weight: 3}, b: {source: b.jsonl}}"
 REFUSED = [
-    (["data.train=null"], "data: none of train, mixture is given; set one of them, and the other to null"),
-    ([MIXTURE], "data: train and mixture are given together; set one of them"),
+    (["data.train=null"], "data: none of train, mixture is given; set exactly one of these settings"),
+    ([MIXTURE], "data: train and mixture are given together; set exactly one of"),
     (["data.train=null", "data.mixture={}"], "data: mixture is empty; add a name with a source"),
     (["data.train=null", "data.mixture={a/b: {source: x}}"], "mixture has 'a/b', which is not a valid name of metr"),
     (["data.train=null", "data.mixture={a: {source: x.jsonl, weight: 0}}"], "data.mixture.a.weight is 0, must be at"),
