@@ -56,10 +56,10 @@ time.sleep(60)
 """
 REPORTING = """
 import os, pathlib, sys, time
-from megappo.runtime.launchers import tell_torchrun
+from megappo.runtime.launchers import write_torchrun_error
 file = os.environ['TORCHELASTIC_ERROR_FILE']
 if os.environ['RANK'] == '0':
-    tell_torchrun(os.environ, ['megappo: error: the seed is too small'], 2)
+    write_torchrun_error(os.environ, ['megappo: error: the seed is too small'], 2)
     time.sleep(60)  # the rank takes long to end
 first = pathlib.Path(file.replace('/1/error.json', '/0/error.json'))
 while not first.exists() or not first.read_text(): time.sleep(0.05)
