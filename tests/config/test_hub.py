@@ -87,7 +87,7 @@ def test_hub_name_without_network_is_refused_at_once(tmp_path: Path) -> None:
         ["doctor", config, elsewhere],
         *([["serve", config, "rollout.engine=sglang", elsewhere]] if installed_version("sglang") else []),
     ]
-    keys = ["model.path", "critic.path", "reference.path", "model.tokenizer", "model.path", "model.path", "model.path"]
+    keys = ["model.path", "critic.path", "reference.path", "model.tokenizer", "--weights", "model.path", "model.path"]
     results = answers(tmp_path, commands)
     for (code, output), key, command in zip(results, keys, commands, strict=False):
         assert (code, output.count("\n")) == (2, 1), (command, output)
