@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lengths import Profile
 from benchmarks.sides import Turn, started
@@ -74,6 +75,12 @@ class Size:
             "algorithm.mismatch_stop_nats=1e9",
             "algorithm.mismatch_warn_nats=1e9",
         ]
+
+
+def _record(row: Row) -> dict[str, Any]:
+    """Return a row in the form of the results, in which the caption has the key `words`."""
+    record = asdict(row)
+    return {"words": record.pop("caption"), **record}
 
 
 def measure(run: Run, ranks: int, warmup: int, repeat: int) -> list[Turn]:
@@ -161,7 +168,7 @@ def main() -> int:
     print_rows(rows, f"{Path(arguments.config).stem} on {rows[0].machine}, {arguments.ranks} ranks")
     if arguments.json is not None:
         document = {"benchmark": "planned", "config": arguments.config, "overrides": arguments.overrides, **versions()}
-        document |= {"ranks": arguments.ranks, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
+        document |= {"ranks": arguments.ranks, "threads": arguments.threads, "rows": [_record(row) for row in rows]}
         arguments.json.write_text(json.dumps(document, indent=1))
     return 0
 

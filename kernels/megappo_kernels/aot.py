@@ -154,7 +154,7 @@ def _layer_variants() -> Iterator[Variant]:
         operands = {"x": kind, "out": kind, "cosine": "*fp32", "sine": "*fp32"}
         for inverse in (False, True):
             sizes = {"HEADS": layers.HEADS, "HALF": 64}
-            switches = {"BACK": inverse}
+            switches = {"INVERSE": inverse}
             yield _variant(layers.rotation_kernel, switches, sizes, layers.ROTATION_WARPS, stages=3, **operands)
 
 
@@ -200,7 +200,7 @@ def variants(capability: int, *, few: bool = False) -> Iterator[Variant]:
     yield from _layer_variants()
     yield _variant(whiten.whiten_kernel, {}, {"BLOCK": whiten.BLOCK}, whiten.WARPS)
     sizes = {"BLOCK": checksum.BLOCK, "TILE": checksum.TILE}
-    yield _variant(checksum.checksum_kernel, {}, sizes, checksum.WARPS, words="*i32", partials="*i64")
+    yield _variant(checksum.checksum_kernel, {}, sizes, checksum.WARPS, integers="*i32", partials="*i64")
 
 
 def compile_variant(variant: Variant, capability: int) -> Report:

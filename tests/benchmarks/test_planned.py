@@ -40,7 +40,7 @@ def test_benchmark_saves_planned_and_measured_seconds(tmp_path: Path) -> None:
     (row,) = json.loads(saved.read_text())["rows"]
     stages = ["rollout", "forward", "update_critic", "update_actor", "sync", "step"]
     assert list(row["planned"]) == list(row["measured"]) == stages
-    assert row["caption"] == "16 x (4 + 3) tokens" and "planned/measured" in done.stdout
+    assert row["words"] == "16 x (4 + 3) tokens" and "planned/measured" in done.stdout
     for stage in stages:
         least, most = row["spread"][stage]
         assert 0 < least <= row["measured"][stage] <= most

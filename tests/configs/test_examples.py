@@ -22,7 +22,7 @@ from tests.support.attempts import attempts
 from tests.support.harness import start
 from tests.support.places import ROOT
 
-EXAMPLES = sorted(path for path in (ROOT / "configs" / "examples").iterdir() if path.is_dir())
+EXAMPLES = sorted(path.parent for path in (ROOT / "configs" / "examples").glob("*/*.yaml"))
 MOST_README_LINES = 20
 FEW_STEPS = ("run.steps=2", "runtime.device=cpu")
 SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "actor.minibatch_sequences=8",

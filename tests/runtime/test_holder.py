@@ -87,7 +87,7 @@ def test_second_submission_of_a_job_is_refused(tmp_path: Path) -> None:
     second = start(tmp_path)
     message = line(second)
     end(second)
-    assert f"is in use by process {first.pid} on " in message and f"as {holder} says" in message
+    assert f"is in use by process {first.pid} on " in message and f"according to {holder}" in message
     end(first)
     assert not holder.exists()
     third = start(tmp_path)

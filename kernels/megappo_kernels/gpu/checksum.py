@@ -36,7 +36,7 @@ def mixed_word(word, position, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: t
     return mixed(word ^ place ^ ((position << TURN) | (position >> (32 - TURN))))
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["words"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["integers"])
 def checksum_kernel(integers, partials, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Compute 64 bits for each tile of int32 `integers`, and store them in int64 `partials`."""
     high, low = tl.zeros([BLOCK], tl.uint32), tl.zeros([BLOCK], tl.uint32)
