@@ -91,9 +91,8 @@ def _memory_table(plan: Plan) -> Table:
     more = f" and {plan.server_gpus} of servers" if plan.server_gpus else ""
     if plan.reward_servers:
         more += f" and {sum(server.ranks for server in plan.reward_servers)} of rewards"
-    title = (
-        f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {format_rank_list(ranks.ranks)}, highest peak"
-    )
+    where = format_rank_list(ranks.ranks)
+    title = f"{plan.name} on {plan.gpus} x {plan.machine}{more}: {unit} on {where}, the highest peak"
     table = _table(title, "", "weights", "grads", "optimizer", "activ.", "head", "layer", "adds")
 
     def cells(*numbers: float) -> list[str]:

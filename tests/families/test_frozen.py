@@ -78,7 +78,7 @@ def test_single_word_equals_a_list() -> None:
         ("qwen3_moe", "['*.experts.1.*']", "some experts of a layer would be frozen and some not; write *"),
         ("qwen3", "['model.layers.2.*']", "all parameters of layer 2 are frozen"),
         ("qwen3", "[attention, attention]", "must be attention, embeddings, or a list of at most 100 different parts"),
-        ("qwen3", "3", "3 must be attention, embeddings, or a list"),
+        ("qwen3", "3", "'3' matches no tensor of a qwen3"),
     ],
 )
 def test_invalid_freeze_values_are_rejected(

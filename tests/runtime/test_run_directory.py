@@ -101,7 +101,9 @@ def test_moved_directory_is_reported_with_new_path(tmp_path: Path, runtime: Runt
     run = tmp_path / "run"
     with locked_directory(run, runtime) as directory:
         run.rename(tmp_path / "elsewhere")
-        with pytest.raises(RunError, match=f"was moved to '{tmp_path / 'elsewhere'}' while .*; move it back and start"):
+        with pytest.raises(
+            RunError, match=f"was moved to '{tmp_path / 'elsewhere'}' during .*; move it back and start"
+        ):
             directory.check()
         (tmp_path / "elsewhere").rename(run)
         directory.check()
