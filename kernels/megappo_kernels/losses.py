@@ -75,7 +75,7 @@ def evaluate(
     """Evaluate an objective on tokens.
 
     Args:
-        given: numbers of the tokens by name, and `mask`.
+        tensors: numbers of the tokens by name, and `mask`.
         context_group: ranks with other tokens of the same sequences.
     """
     if isinstance(objective, PolicyObjective) and callable(objective.policy_loss):

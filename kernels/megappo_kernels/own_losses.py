@@ -1,7 +1,7 @@
 """Custom policy losses: functions of per-token numbers, differentiated by autograd.
 
 A function receives the following keyword arguments, if it has parameters with these names. All arrays are (N,), with
-one number for each valid token. The tokens belong to several sequences, one after the other:
+one number for each valid token. The sequences of a pack follow each other:
 
     logprob, entropy     of the policy, in nats; differentiable
     old_logprob          of the policy before the updates

@@ -29,9 +29,8 @@ def plan(
     Args:
         machine: Name of a machine (`h100`, `cpu`), or path of a YAML file. Default: according to `runtime.device`.
         gpus: Number of devices, one for each rank. Default: the minimum for the layouts.
-        beside: Folder with a NAME/config.json for each model that is missing on this machine. NAME is the last part
-            of
-            the path of the model.
+        models_folder: Folder with a NAME/config.json for each model that is missing on this machine. NAME is the last
+            part of the path of the model.
 
     Raises ConfigError if the settings cannot run on this number of devices, or if the machine or a model is unknown.
     """

@@ -81,10 +81,8 @@ def compare_settings(
         old["algorithm.lam.actor.number"] = old["algorithm.lam.critic"] = old.pop("algorithm.lam")
     harmless: list[str] = []
     dangerous: list[str] = []
-    hidden = {
-        *secret_settings(before),
-        *secret_settings(now),
-    }  # an older version accepted secrets, which do not define the task
+    # Secrets do not define the task. An older version accepted them in settings.
+    hidden = {*secret_settings(before), *secret_settings(now)}
     decays = any(_decays(new, role) or _decays(old, role) for role in ("actor", "critic"))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or key in hidden or _is_in(key, _UNMENTIONED):

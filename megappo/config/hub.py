@@ -110,7 +110,7 @@ def _fetch(name: str, key: str, weights: bool) -> Path:
         return _download(name, weights)
     except (OSError, ValueError, http_package().HTTPError) as error:
         raise ConfigError(
-            f"{key} '{name}' is neither a folder (from {Path.cwd()}) nor could it be fetched from the hub "
+            f"{key} '{name}' is not a folder (from {Path.cwd()}), and the download from the hub failed "
             f"({reason(error)}); check the name{' and the revision' if '@' in name else ''}, run `hf auth login` for a "
             "gated model, or give the folder of a copy"
         ) from error

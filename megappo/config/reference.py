@@ -66,7 +66,7 @@ def _facts(name: str, field: Mapping[str, Any], *, is_required: bool) -> Setting
 
 
 def _places(kinds: Mapping[str, Any], properties: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, kind) of every section in these properties. A section precedes its inner sections."""
+    """Yield the dotted path and the kind of each section in `properties`. A section precedes its inner sections."""
     for name, field in properties.items():
         if (kind := _kind_of(field)) is not None:
             yield f"{path}{name}", kind

@@ -75,8 +75,8 @@ def option(name: str) -> str:
 
 
 def own_word_rules(arguments: Iterable[str], where: str) -> Iterator[str]:
-    """Check arguments of a judge's server. The arguments must neither change its files nor make the server
-    accessible to others."""
+    """Check arguments of a judge's server. The arguments must not change the files of the server, and
+    must not make the server accessible to other users."""
     for argument in sorted(arguments):
         if option(argument) in _DOORS:
             yield f"{where} has {argument}, which a run decides for its own servers; remove it"

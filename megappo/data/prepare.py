@@ -134,7 +134,7 @@ def prepare(name: str, out: Path, *, source: Path | None = None, seed: int = 0, 
     Args:
         name: one of `SETS`, or `COUNTDOWN`.
         out: output folder, created if missing. Files with the same names are replaced.
-        given: downloaded file or folder, used instead of the hub.
+        source: downloaded file or folder, used instead of the hub.
         seed: seed of countdown.
         count: number of countdown puzzles for training. `TEST_PUZZLES` more puzzles are for tests.
 

@@ -243,8 +243,8 @@ class HoldingEngine(InFlightEngine, Protocol):
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether the engine keeps unfinished requests during a weight update. Answers then have `stretches` if
-        several weight versions made their tokens."""
+        """Whether the engine keeps unfinished requests during a weight update. An answer with tokens of several
+        weight versions then has `stretches`."""
 
     def hold(self) -> None:
         """Pause generation until the next `update_weights` has loaded new weights. All ranks call this method."""

@@ -57,8 +57,8 @@ class PackedSegments(PackedSeqParams):
     positions: Tensor = field(kw_only=True)
     """Position of each token of this rank within its segment (int64)."""
     slots: Tensor | None = None
-    """Row of each token in the padded (S, L) rectangle, (t,) int64. None if segments are attended one after
-    the other."""
+    """Row of each token in the padded (S, L) rectangle, (t,) int64. None if each segment has a
+    separate attention call."""
     chunks: PackedSegments | None = None
     """Chunks of the segments on this rank under context parallelism, otherwise None."""
     key_rows: Tensor | None = None

@@ -47,7 +47,7 @@ def planned_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> D
 
 
 def _servers_start_seconds(config: Config) -> float:
-    """Return the longest time in seconds until the run's own servers respond. Servers are started one after the other.
+    """Return the longest time in seconds until the run's own servers respond. The servers start in sequence.
     A server that exceeds its start timeout reports the failure itself."""
     own = [judge.server for judge in config.reward.judges.values()] + [config.reward.model_server]
     of_rewards = math.fsum(server.start_timeout_seconds for server in own if server is not None)

@@ -35,7 +35,7 @@ def choose(
 
     Args:
         groups: all groups in flight in ticket order. No group is older than `max_lag`.
-        wanted: number of groups that the step takes.
+        size: number of groups that the step takes.
         newest: version of the weights when the step is trained.
         max_lag: largest allowed difference between `newest` and the version of a group.
         of_step: number of groups of later steps if `size` belongs to another round. Default: `size`.

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megappo.cli import main
 from megappo.config import load_config
 from megappo.observe.metrics import read_metrics
 from tests.support.attempts import attempts
@@ -61,7 +60,7 @@ def test_numbers_of_examples_are_consecutive() -> None:
 
 
 def runs_alone(example: Path) -> bool:
-    """Whether an example needs neither another server nor another run."""
+    """Return whether an example runs without a separate server and without another run."""
     text = configuration(example).read_text()
     return "engine: sglang" not in text and "judge:" not in text and example != PRETRAINING
 
@@ -71,7 +70,7 @@ ALONE = [example for example in EXAMPLES if runs_alone(example)]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """Two steps of each example that runs alone, one after the other."""
+    """Train each example of `ALONE` for two steps."""
     folder = tmp_path_factory.mktemp("examples")
     lines = []
     for example in ALONE:
@@ -182,7 +181,7 @@ def test_disaggregated_example(tmp_path: Path) -> None:
     ]
 
 
-def test_sweep_example_sets_a_value_for_each_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_example_sets_a_value_for_each_task() -> None:
     """The command of the README, run by a shell in place of sbatch. tests/slurm runs array jobs."""
     text = (ROOT / "configs" / "examples" / "15_sweep" / "README.md").read_text()
     (line,) = [
@@ -198,4 +197,3 @@ def test_sweep_example_sets_a_value_for_each_task(capsys: pytest.CaptureFixture[
     for name, rate in zip(overrides[::2], overrides[1::2], strict=True):
         config = load_config(configuration(EXAMPLES[-1]), [name, rate])
         assert config.actor is not None and config.run.name == f"sweep-{rate.partition('=')[2]}"
-    assert main(["settings", "actor.optimizer.learning_rate"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,28 @@ def test_names_contain_no_banned_terms(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_docstrings_begin_with_their_subject_or_verb(path: Path) -> None:
     assert [(line, word) for line, word in openings(ast.parse(path.read_text())) if word in OPENINGS] == []
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names of the parameters of a function."""
+    arguments = function.args
+    single = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+    return {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *single)}
+
+
+def documented_arguments(docstring: str) -> Iterator[str]:
+    """Yield the names in the section `Args:` of a docstring."""
+    section = re.split(r"\n\S", docstring.partition("Args:\n")[2])[0]
+    for names in re.findall(r"^    ([a-z_, ]+): ", section, re.MULTILINE):
+        yield from names.split(", ")
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if name_of(p).startswith(("megappo/", "kernels/"))], ids=name_of)
+def test_documented_arguments_are_parameters(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            documented = set(documented_arguments(ast.get_docstring(node) or ""))
+            assert documented <= parameters_of(node), node.name
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,9 @@ def test_recomputed_mlp_is_whole_for_one_layer() -> None:
 
 @pytest.mark.parametrize(("recompute", "recomputed"), [("none", False), ("selective", True)])
 def test_context_parallel_ranks_keep_gathered_keys(recompute: str, recomputed: bool) -> None:
-    """Each of three ranks has 26 of 77 tokens. Attention has keys and values of all three ranks. The keys and values of
-    the first chunk of each rank are also kept for the second chunk. With recomputation, only one layer has them."""
+    """Three ranks share 77 tokens, at most 26 per rank. Attention has keys and values of all three ranks. The keys and
+    values of the first chunk of each rank are also kept for the second chunk. With recomputation, only one layer has
+    them."""
     setup = role(cp=3, recompute=recompute)
     assert setup.rank_tokens(30) == 26
     alone = layer_bytes_per_token(role(recompute="none"), recompute="none", fused=True)

@@ -41,8 +41,8 @@ def gae_kernel(
     BORDERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the advantages of a sequence. Padded: sequence i is row i of (B, length). Packed: sequence i has the
-    tokens from starts[i] to starts[i + 1]."""
+    """Compute the advantages of a sequence. Padded: sequence i is row i of (B, length). Packed: the tokens
+    of sequence i begin at starts[i] and end before starts[i + 1]."""
     sequence = tl.program_id(0).to(tl.int64)
     if PACKED:
         first = tl.load(starts + sequence)
