@@ -12,8 +12,6 @@ medians, and uses a temporary run directory.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -26,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step import versions
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
 from megappo.config import Config, ConfigError, derive_run, load_config
 from megappo.preflight.resolved import resolve_for_device
 
@@ -43,8 +41,8 @@ class Row:
 class Measurement:
     """Models of one configuration, with functions that time actions."""
 
-    def __init__(self, parts: Any, trainer: Any, checkpoints: Any, repeat: int) -> None:
-        self.parts, self.trainer, self.checkpoints, self.repeat = parts, trainer, checkpoints, repeat
+    def __init__(self, parts: Any, training: Any, checkpoints: Any, repeat: int) -> None:
+        self.parts, self.training, self.checkpoints, self.repeat = parts, training, checkpoints, repeat
         self.tensors: dict[str, Any] = {}
 
     def medians(self, works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
@@ -72,19 +70,19 @@ class Measurement:
 
     def step(self) -> None:
         """Make a PPO step."""
-        self.trainer.step += 1
-        self.trainer.ppo_step()
+        self.training.trainer.step += 1
+        self.training.trainer.ppo_step()
 
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint of the current state."""
-        from megappo.ppo.checkpoints import Boundary
+        from megappo.ppo.records.checkpoints import Boundary
 
-        self.checkpoints.save(Boundary(self.trainer.state_dict(), {}, {}), wait=wait)
+        self.checkpoints.save(Boundary(self.training.state_dict(), {}, {}), wait=wait)
 
     def next_save(self) -> None:
         """Wait for the save in progress, and increase the step for the next checkpoint."""
         self.checkpoints.finish()
-        self.trainer.step += 1
+        self.training.trainer.step += 1
 
     def own_tensors(self) -> dict[str, Any]:
         """Return the tensors that this rank writes to a checkpoint."""
@@ -100,11 +98,11 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
 
     from megappo.checkpoint.select import select_checkpoint
     from megappo.checkpoint.shards import load_shards, role_updates
-    from megappo.ppo.checkpoints import Checkpoints
-    from megappo.ppo.components import assemble
-    from megappo.ppo.reporting import Reporter
-    from megappo.ppo.start import Start
-    from megappo.ppo.trainer import Trainer
+    from megappo.ppo.assembly.components import assemble
+    from megappo.ppo.assembly.start import Start
+    from megappo.ppo.records.checkpoints import Checkpoints
+    from megappo.ppo.reports.reporting import Reporter
+    from megappo.ppo.training_run import TrainingRun
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -112,16 +110,15 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
         parts = assemble(config, derived, runtime)
         checkpoints = Checkpoints(parts, Start(config))
         try:
-            trainer = Trainer(parts, reporter, checkpoints)
-            trainer.sync_weights()
-            m = Measurement(parts, trainer, checkpoints, repeat)
+            training = TrainingRun(parts, reporter, checkpoints)
+            training.trainer.sync_weights()
+            m = Measurement(parts, training, checkpoints, repeat)
             m.step()
             own = m.own_tensors()
             size = torch.tensor([sum(t.nbytes for t in own.values())], device=runtime.device)
             dist.all_reduce(size)
             plain = config.run.path / f"plain-{runtime.rank}.pt"
             roles = parts.trained
-            directory = config.run.path / "checkpoints"
 
             def save_plain() -> None:
                 with plain.open("wb") as file:
@@ -129,7 +126,7 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
                     os.fsync(file.fileno())
 
             def load() -> None:
-                chosen = select_checkpoint(directory, runtime)
+                chosen = select_checkpoint(config.run.path / "checkpoints", runtime)
                 assert chosen is not None
                 load_shards(chosen[0], roles, {r.placement.name: role_updates(r) for r in roles})
 
@@ -137,17 +134,15 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
                 m.save(wait=False)
                 m.step()
 
-            timings = m.medians(
-                {
-                    "step alone": m.step,
-                    "step with a checkpoint in the background": save_and_step,
-                    "stand-still, asynchronous": lambda: m.save(wait=False),
-                    "on disk, waited for": lambda: m.save(wait=True),
-                    "torch.save of the same bytes": save_plain,
-                    "check and load": load,
-                    "torch.load of the same bytes": lambda: torch.load(plain, weights_only=True) and None,
-                }
-            )
+            timings = m.medians({
+                "step alone": m.step,
+                "step with a checkpoint in the background": save_and_step,
+                "stand-still, asynchronous": lambda: m.save(wait=False),
+                "on disk, waited for": lambda: m.save(wait=True),
+                "torch.save of the same bytes": save_plain,
+                "check and load": load,
+                "torch.load of the same bytes": lambda: torch.load(plain, weights_only=True) and None,
+            })  # fmt: skip
         finally:
             checkpoints.close()
             parts.close()
@@ -159,24 +154,14 @@ def measure(config: Config, repeat: int) -> list[Row] | None:
 
 def print_rows(rows: list[Row], title: str) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in ("", "median s", "GB/s"):
-        table.add_column(column, justify="right" if column else "left")
-    for r in rows:
-        rate = "" if r.gigabytes_per_second is None else f"{r.gigabytes_per_second:.2f}"
-        table.add_row(r.what, f"{r.median_seconds:.3f}", rate)
-    Console().print(table)
+    rates = ("" if r.gigabytes_per_second is None else f"{r.gigabytes_per_second:.2f}" for r in rows)
+    cells = [(r.what, f"{r.median_seconds:.3f}", rate) for r, rate in zip(rows, rates, strict=True)]
+    print_table(title, ("", "median s", "GB/s"), cells)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Seconds and GB/s of checkpoints.")
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="repetitions of each measurement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     quiet = ["evaluation=null", "data.validation=null", "logging.console=quiet", "logging.tensorboard=false"]
     # All ranks use one folder.
@@ -187,16 +172,13 @@ def main() -> int:
         config = resolve_for_device(config)
         rows = measure(config, arguments.repeat)
     except ConfigError as error:
-        print(f"checkpoint.py: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("checkpoint", error)
     if rows is None:
         return 0
     shutil.rmtree(folder)
     size = rows.pop().what
     print_rows(rows, f"{config.run.name}: {size} over all ranks, medians of {arguments.repeat}")
-    if arguments.json is not None:
-        report = {"config": arguments.config, "overrides": arguments.overrides, "size": size, **versions()}
-        arguments.json.write_text(json.dumps({**report, "rows": [asdict(r) for r in rows]}, indent=2))
+    write_json(arguments, of_config("checkpoint", arguments) | {"size": size, "rows": [asdict(r) for r in rows]})
     return 0
 
 

@@ -18,7 +18,6 @@ of the CPU seconds, and the largest share of a stage in the step that `megappo p
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -36,16 +35,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from benchmarks.step import versions
+from benchmarks.report import parser_of, print_table, versions, write_json
 from megappo.config import Config, load_config
 from megappo.config.grid import Grid
 from megappo.data import Cursor
-from megappo.families.architecture import ArchitectureConfig
+from megappo.engines.absent import AbsentEngine
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions
 from megappo.megatron.packing import MicrobatchPlan
@@ -53,8 +51,8 @@ from megappo.megatron.roles import Placement, Role, TrainedRole, Update
 from megappo.megatron.schedule import PlacedSample, Task
 from megappo.observe.ends import End
 from megappo.plan.planner import default_machine, make_plan, read_models
-from megappo.ppo.components import RunComponents
-from megappo.ppo.reporting import Reporter
+from megappo.ppo.assembly.components import RunComponents
+from megappo.ppo.reports.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.runtime.process import Runtime
 from megappo.types import Rollouts
@@ -128,19 +126,11 @@ def rollouts(rank: int, size: Size, group: int) -> Rollouts:
     tokens_R = torch.arange(int(responses_B.max()) if len(ids) else 0)
     mask_BR, nothing_B = tokens_R[None] < responses_B[:, None], torch.zeros(len(ids), dtype=torch.int64)
     return Rollouts(
-        sample_ids_B=ids,
-        sequences=tuple(torch.zeros(n, dtype=torch.int64) for n in lengths),
-        response_lengths_B=responses_B,
-        prompts=(),
-        group_ids_B=ids // group,
-        engine_logprob_BR=torch.zeros(mask_BR.shape),
-        response_mask_BR=mask_BR,
-        ends=(End.COMPLETE,) * len(nothing_B),
-        weight_versions_B=nothing_B,
-        responses=(),
-        raw_responses=(),
-        special_tokens_B=nothing_B,
-    )
+        sample_ids_B=ids, sequences=tuple(torch.zeros(n, dtype=torch.int64) for n in lengths),
+        response_lengths_B=responses_B, prompts=(), group_ids_B=ids // group,
+        engine_logprob_BR=torch.zeros(mask_BR.shape), response_mask_BR=mask_BR, ends=(End.COMPLETE,) * len(nothing_B),
+        weight_versions_B=nothing_B, responses=(), raw_responses=(), special_tokens_B=nothing_B,
+    )  # fmt: skip
 
 
 def placement(name: str, config: Config, size: Size) -> Placement:
@@ -169,6 +159,7 @@ def make_trainer(config: Config, runtime: Runtime, size: Size) -> Trainer:
         "critic": critic,
         "reference": actor if config.reference is not None else None,
         "cursor": Cursor(size.samples, 0, False, fingerprint=""),
+        "engine": AbsentEngine(),
         "stop_token_ids": (),
     }
     parts = RunComponents(**components)
@@ -351,26 +342,21 @@ def planned_seconds(path: str) -> float:
 
 def print_rows(rows: list[tuple[Size, Spent]], title: str) -> None:
     """Print the rows as a table."""
-    table = Table(title=title)
-    for column in ("ranks", "samples", *STAGES, "all, s", "MB", "messages"):
-        table.add_column(column, justify="right")
+    cells = []
     for size, spent in rows:
-        parts = (f"{spent.seconds[stage]:.3f}" for stage in STAGES)
-        table.add_row(
-            str(size.world), str(size.samples), *parts, f"{spent.total:.3f}", f"{spent.received_bytes / 1e6:.2f}",
-            str(spent.messages),
-        )  # fmt: skip
-    Console(width=120).print(table)
+        seconds = (f"{x:.3f}" for x in (*(spent.seconds[stage] for stage in STAGES), spent.total))
+        megabytes = f"{spent.received_bytes / 1e6:.2f}"
+        cells.append((str(size.world), str(size.samples), *seconds, megabytes, str(spent.messages)))
+    print_table(title, ("ranks", "samples", *STAGES, "all, s", "MB", "messages"), cells, texts=0, width=120)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, has_config=False)
     parser.add_argument("config")
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--worlds", type=int, nargs="+")
     parser.add_argument("--samples", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, help="tokens of the longest sample")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_args()
     simulates = arguments.simulate
     longest = load_config(arguments.config).max_sequence_tokens if simulates else 256
@@ -391,10 +377,9 @@ def main() -> int:
     print("CPU seconds: " + " + ".join(f"{seconds:.2e} {name}" for name, seconds in terms.items()))
     share = max(max(spent.seconds.values()) for _, spent in rows) / step
     print(f"largest stage: {100 * share:.2f}% of the planned step of {step:.0f} seconds")
-    if arguments.json:
-        written = [{**asdict(size), **asdict(spent), "total": spent.total} for size, spent in rows]
-        document = {"versions": versions(), "rows": written, "fit": terms, "planned_seconds": step, "share": share}
-        arguments.json.write_text(json.dumps(document, indent=1))
+    written = [{**asdict(size), **asdict(spent), "total": spent.total} for size, spent in rows]
+    results = {"versions": versions(), "rows": written, "fit": terms, "planned_seconds": step, "share": share}
+    write_json(arguments, results)
     return 0
 
 

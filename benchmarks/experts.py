@@ -15,28 +15,23 @@ hundreds of products waits for the slowest thread.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.kernel_timing import Machine, Provider
-from benchmarks.step import versions
+from benchmarks.report import parser_of, print_table, versions, write_json
 from megappo.config.grid import Grid
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.build import DTYPES
-from megappo.megatron.experts import use_grouped_experts
+from megappo.megatron.layers.experts import use_grouped_experts
+from megappo.megatron.layers.routing import TokenDispatcher
 from megappo.megatron.layout import Cut, Layout, make_layouts
-from megappo.megatron.routing import TokenDispatcher
-from megappo.runtime.megatron_patches import fix_router
+from megappo.megatron.patches.all_devices import fix_router
 from megappo.runtime.process import start_runtime
 
 
@@ -146,10 +141,7 @@ def works_of(shape: Shape, groups: Any, device: torch.device) -> dict[str, tuple
     def whole(layer: Any) -> Work:
         return Work([ours, theirs], [tokens], lambda leaves: layer(leaves[0])[0])
 
-    return {
-        "experts": (alone(theirs.experts), alone(ours.experts)),
-        "layer": (whole(theirs), whole(ours)),
-    }
+    return {"experts": (alone(theirs.experts), alone(ours.experts)), "layer": (whole(theirs), whole(ours))}
 
 
 def measure(shape: Shape, groups: Any, machine: Machine) -> list[Row]:
@@ -187,19 +179,17 @@ def measure_all(shapes: list[Shape], device: str, repeat: int, threads: int | No
 
 def print_rows(rows: list[Row], title: str) -> None:
     """Print the rows as a table."""
-    table = Table(title=title)
-    for column in ("", "hidden x expert", "type", "Megatron ms", "grouped ms", "speedup", "differ by"):
-        table.add_column(column, justify="right" if column else "left")
+    cells = []
     for r in rows:
         times = (f"{1e3 * seconds:.3g}" for seconds in (r.megatron_seconds, r.grouped_seconds))
         size = f"{r.shape.hidden} x {r.shape.ffn}"
-        table.add_row(r.what, size, r.shape.dtype, *times, f"{r.speedup:.2f}", f"{r.difference:.1e}")
-    Console().print(table)
+        cells.append((r.what, size, r.shape.dtype, *times, f"{r.speedup:.2f}", f"{r.difference:.1e}"))
+    print_table(title, ("", "hidden x expert", "type", "Megatron ms", "grouped ms", "speedup", "differ by"), cells)
 
 
 def main() -> int:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, has_config=False)
     parser.add_argument("--shapes", nargs="+", default=["64x32", "2048x768"], metavar="HIDDENxEXPERT")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--experts", type=int, default=128)
@@ -208,7 +198,6 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--repeat", type=int, default=30 if cuda else 7)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_args()
     sizes = [tuple(int(number) for number in size.split("x")) for size in arguments.shapes]
     shapes = [
@@ -220,9 +209,7 @@ def main() -> int:
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
     routed = f"{arguments.tokens} tokens to {arguments.chosen} of {arguments.experts} experts"
     print_rows(rows, f"{routed}, {where}, medians of {arguments.repeat}")
-    if arguments.json is not None:
-        report = {"device": where, **versions(), "rows": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(report, indent=2))
+    write_json(arguments, {**versions(), "rows": [asdict(r) for r in rows]})
     return 0
 
 

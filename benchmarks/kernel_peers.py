@@ -235,15 +235,9 @@ def head_forward_peers() -> list[Peer]:
 
 
 def ppo_loss(
-    logprob_T: Tensor,
-    entropy_T: Tensor | None,
-    old_logprob_T: Tensor,
-    advantages_T: Tensor,
-    weights_T: Tensor,
-    clip_low: float,
-    clip_high: float,
-    entropy_coef: float,
-) -> Tensor:
+    logprob_T: Tensor, entropy_T: Tensor | None, old_logprob_T: Tensor, advantages_T: Tensor, weights_T: Tensor,
+    clip_low: float, clip_high: float, entropy_coef: float,
+) -> Tensor:  # fmt: skip
     """Compute the clipped objective as a float32 scalar loss: sum of weight * (-min(...) - entropy_coef * entropy).
 
     Raises ValueError for an entropy coefficient without an entropy.

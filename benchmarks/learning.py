@@ -9,7 +9,7 @@ The default configurations are those of SAO for two cores. `clip` and `dis` use 
 differ only in `algorithm.policy_loss`. `grpo` uses groups of eight samples instead of a critic, with the same number
 of samples per step. A lag of 1 uses an engine of the tests that responds with the weights of the previous step.
 `--out` contains the metrics of each run. Runs with existing metrics are skipped, so the program can be stopped and
-restarted. At the end the program writes `learning.json` (for plots.py) and `learning.md`.
+restarted. At the end the program writes `learning.json` and `learning.md`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step import versions
+from benchmarks.report import versions
 from megappo.config import ConfigError, load_config
 from megappo.observe.metrics import read_metrics
 

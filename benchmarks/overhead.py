@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,18 +28,21 @@ from typing import Any
 import torch
 
 from benchmarks.control_plane import Echo, Size, placement
-from benchmarks.step import configuration, next_step, versions
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
+from benchmarks.step import configuration, next_step
 from megappo.config import Config, ConfigError, derive_run
-from megappo.config.model_files import load_tokenizer
+from megappo.config.role_models import load_tokenizer
 from megappo.data import read_prompts, training_cursor
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.base import BatchEngine
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, SyncReport
+from megappo.engines.requests import RequestTracker
 from megappo.plan.planner import read_models
-from megappo.ppo.components import RunComponents
-from megappo.ppo.reporting import Reporter
+from megappo.ppo.assembly.components import RunComponents
+from megappo.ppo.reports.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.rewards.scorer import RewardScorer
-from megappo.runtime.interrupts import NeverStop
 from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.watch.interrupts import NeverStop
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,32 +62,25 @@ class Row:
     """Median seconds of each stage, including waits."""
 
 
-class EchoEngine:
+class EchoEngine(BatchEngine):
     """Engine that returns prepared responses."""
 
     def __init__(self, response_tokens: int, vocabulary: int) -> None:
+        super().__init__()
         g = torch.Generator().manual_seed(5)
         self._tokens = torch.randint(vocabulary, (2 * response_tokens,), generator=g).tolist()
         self._length = response_tokens
-        self.version = 0
-        self.on_tokens = lambda: None
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
-        """Return responses of different lengths. The mean length is half of the longest length."""
-        lengths = [1 + request.seed % self._length for request in requests]
-        return [Completion(tuple(self._tokens[n : 2 * n]), (0.0,) * n, False, self.version) for n in lengths]
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        """Yield responses of different lengths. The mean length is half of the longest length."""
+        lengths = (1 + request.seed % self._length for request in requests)
+        answers = (Completion(tuple(self._tokens[n : 2 * n]), (0.0,) * n, False, self.version) for n in lengths)
+        yield from enumerate(answers)
 
-    def update_weights(self, _named_tensors: Any, version: int) -> None:
+    def update_weights(self, _named_tensors: Any, version: int) -> SyncReport:
         """Set the version without receiving weights."""
         self.version = version
-
-    def close(self) -> None:
-        """Do nothing: the engine has no resources."""
+        return SyncReport(())
 
 
 class _NoWeights:
@@ -101,6 +96,7 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
     critic = Echo(placement("critic", config, size), models.critic, runtime) if config.critic is not None else None
     tokenizer = load_tokenizer(config)
     prompts = read_prompts(config.data, tokenizer)
+    engine = EchoEngine(config.rollout.max_response_tokens, models.actor.vocab_size)
     components: dict[str, Any] = dict.fromkeys(RunComponents.__dataclass_fields__)
     components |= {
         "config": config,
@@ -111,7 +107,8 @@ def make_trainer(config: Config, runtime: Runtime, tokens: int) -> Trainer:
         "train_prompts": prompts,
         "cursor": training_cursor(prompts, config.data, config.run.seed),
         "reward": RewardScorer(config.reward, runtime.device),
-        "engine": EchoEngine(config.rollout.max_response_tokens, models.actor.vocab_size),
+        "engine": engine,
+        "requests": RequestTracker(engine),
         "actor": actor,
         "critic": critic,
         "reference": actor if config.reference is not None else None,
@@ -188,38 +185,26 @@ def measure_all(path: str, overrides: Sequence[str], arguments: argparse.Namespa
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    stages = [name for name in rows[0].stages if name != "step"]
-    for column in ("samples", "CPU s", "min", "max", "CPU ms a sample", *stages):
-        table.add_column(column, justify="right")
+    cells, stages = [], [name for name in rows[0].stages if name != "step"]
     for r in rows:
-        cpu = (f"{x:.3f}" for x in (statistics.median(r.cpu_seconds), min(r.cpu_seconds), max(r.cpu_seconds)))
-        of_stages = (f"{r.stages[name]:.3f}" for name in stages)
-        table.add_row(str(r.samples), *cpu, f"{1e3 * r.cpu_seconds_per_sample:.3f}", *of_stages)
-    Console(width=120).print(table)
+        cpu = (statistics.median(r.cpu_seconds), min(r.cpu_seconds), max(r.cpu_seconds), 1e3 * r.cpu_seconds_per_sample)
+        cells.append((str(r.samples), *(f"{x:.3f}" for x in (*cpu, *(r.stages[name] for name in stages)))))
+    columns = ("samples", "CPU s", "min", "max", "CPU ms a sample", *stages)
+    print_table(title, columns, cells, texts=0, width=120)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1024, 4096], help="samples per step")
     parser.add_argument("--repeat", type=int, default=5, help="steps that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     try:
         rows = measure_all(arguments.config, arguments.overrides, arguments)
     except ConfigError as error:
-        print(f"overhead.py: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("overhead", error)
     print_rows(rows, f"{Path(arguments.config).stem}: a step whose engine and models answer at once")
-    if arguments.json is not None:
-        document = {"benchmark": "overhead", "config": arguments.config, "overrides": arguments.overrides, **versions()}
-        arguments.json.write_text(json.dumps(document | {"rows": [asdict(row) for row in rows]}, indent=1))
+    write_json(arguments, of_config("overhead", arguments) | {"rows": [asdict(row) for row in rows]})
     return 0
 
 

@@ -13,7 +13,6 @@ the CPU of this machine, measured at the start.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -24,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lengths import Profile
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
 from benchmarks.sides import Turn, started
-from benchmarks.step import versions
 from benchmarks.trl_sides import Run, megappo_side
 from megappo.config import Config
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import Machine
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import Machine
 from megappo.plan.planner import make_plan, read_models
 
 
@@ -105,19 +104,14 @@ def compare(config: Config, run: Run, size: Size, machine: Machine, arguments: a
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in ("a step of", "stage", "planned s", "measured s", "min", "max", "planned/measured"):
-        table.add_column(column, justify="left" if column in ("a step of", "stage") else "right")
+    cells = []
     for row in rows:
         for stage, planned in row.planned.items():
             measured = row.measured[stage]
-            numbers = (planned, measured, *row.spread[stage])
-            ratio = f"{planned / measured:.2f}"
-            table.add_row(row.caption if stage == "rollout" else "", stage, *(f"{x:.3f}" for x in numbers), ratio)
-    Console(width=110).print(table)
+            numbers = (f"{x:.3f}" for x in (planned, measured, *row.spread[stage]))
+            cells.append((row.caption if stage == "rollout" else "", stage, *numbers, f"{planned / measured:.2f}"))
+    columns = ("a step of", "stage", "planned s", "measured s", "min", "max", "planned/measured")
+    print_table(title, columns, cells, texts=2, width=110)
 
 
 def longest_prompt(config: Config) -> int:
@@ -148,9 +142,7 @@ def compare_all(arguments: argparse.Namespace) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = parser_of(__doc__)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--machine", default="here", help="machine, as in `megappo plan`")
     parser.add_argument("--ranks", type=int, default=cores, help="processes")
@@ -158,18 +150,14 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["16:32", "32:64", "32:128"], metavar="SAMPLES:TOKENS")
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--repeat", type=int, default=3, help="steps that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     try:
         rows = compare_all(arguments)
     except ValueError as error:
-        print(f"planned.py: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("planned", error)
     print_rows(rows, f"{Path(arguments.config).stem} on {rows[0].machine}, {arguments.ranks} ranks")
-    if arguments.json is not None:
-        document = {"benchmark": "planned", "config": arguments.config, "overrides": arguments.overrides, **versions()}
-        document |= {"ranks": arguments.ranks, "threads": arguments.threads, "rows": [_record(row) for row in rows]}
-        arguments.json.write_text(json.dumps(document, indent=1))
+    results = {"ranks": arguments.ranks, "threads": arguments.threads, "rows": [_record(row) for row in rows]}
+    write_json(arguments, of_config("planned", arguments) | results)
     return 0
 
 

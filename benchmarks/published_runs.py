@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import load_config
-from megappo.plan.machine_file import find_machine
+from megappo.plan.hardware.machine_file import find_machine
 from megappo.plan.planner import Plan, make_plan, read_models
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def plan_of(run: Published) -> Plan:
         f"model.path={run.model}",
         f"data.max_prompt_tokens={run.prompt_tokens}",
         f"rollout.max_response_tokens={run.response_tokens}",
-        f"rollout.sglang={{placement: {placement}, engines: {run.engines}, tensor_parallel: {run.tensor_parallel}, "
+        f"rollout.servers={{placement: {placement}, count: {run.engines}, tensor_parallel: {run.tensor_parallel}, "
         f"memory_fraction: {fraction}}}",
         *run.overrides,
     ]

@@ -13,7 +13,6 @@ immediately, so the time is only the Python time of the rank.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -21,26 +20,26 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from benchmarks.step import versions
-from megappo.config.engine import SGLangSettings
-from megappo.config.model_files import read_architecture
+from benchmarks.report import parser_of, print_table, versions, write_json
 from megappo.config.schema import RuntimeSettings
+from megappo.config.sections.engine import ServerSettings
 from megappo.engines.protocol import GenerateRequest, SamplingParams
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Round, RoundLimits
+from megappo.engines.sglang.requests.dispatch import Dispatcher
+from megappo.engines.sglang.requests.generation import RequestLimits
 from megappo.engines.transformers_engine import TransformersEngine
-from megappo.runtime.deadlines import Deadlines
+from megappo.models.model_files import read_architecture
+from megappo.runtime.watch.deadlines import Deadlines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -109,7 +108,9 @@ def measure_generation(
         assert out.shape == (sequences, prompt + response)
 
     def ours() -> None:
-        assert all(len(answer.token_ids) == response for answer in engine.generate(requests, params))
+        answers = engine.submit(requests, params)
+        engine.poll(0.0)
+        assert all(len(answer.result().token_ids) == response for answer in answers)
 
     generate, own = in_turns([theirs, ours], repeat, device)
     return Generation(sequences, prompt, response, generate, own)
@@ -175,19 +176,23 @@ def stand_in(tokens: int) -> Iterator[Endpoint]:
 
 
 def measure_answers(count: int, tokens: int, repeat: int) -> Answers:
-    """Measure rounds of a rollout. The first round is not counted."""
+    """Measure rollouts. The first rollout is not counted."""
     params = SamplingParams(temperature=1.0, max_new_tokens=tokens, stop_token_ids=(1,))
-    requests = {i: GenerateRequest(tuple(range(100)), seed=i, prompt_id=i // 8) for i in range(count)}
-    limits = RoundLimits.of(SGLangSettings(), Deadlines.of(RuntimeSettings()))
+    requests = [GenerateRequest(tuple(range(100)), seed=i, prompt_id=i // 8) for i in range(count)]
+    dispatcher = Dispatcher(RequestLimits.of(ServerSettings(), Deadlines.of(RuntimeSettings())), lambda: None)
     seconds, cpu_seconds = [], []
-    with stand_in(tokens) as endpoint:
+    with stand_in(tokens) as endpoint, closing(dispatcher):
+        dispatcher.use([endpoint], _VERSION)
         for _ in range(repeat + 1):
             start, cpu = time.perf_counter(), time.process_time()
-            outcome = Round([endpoint], requests, params, _VERSION, limits).result()
+            dispatcher.submit(requests, params)
+            while not dispatcher.wait(1.0):
+                pass
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu)
-            if len(outcome.completions) < count:
-                raise RuntimeError(f"{count - len(outcome.completions)} answers are missing: {outcome.failures}")
+            report = dispatcher.report()
+            if report.answered < count:
+                raise RuntimeError(f"{count - report.answered} answers are missing: {report.failures}")
     return Answers(count, tokens, seconds[1:], cpu_seconds[1:])
 
 
@@ -195,25 +200,23 @@ def print_tables(generation: Generation, answers: list[Answers], title: str) -> 
     """Print the results as tables."""
     made = generation.sequences * generation.response_tokens
     shape = f"{generation.sequences} sequences of {generation.prompt_tokens} + {generation.response_tokens} tokens"
-    table = Table(title=f"{shape}, {title}")
-    for column in ("", "median s", "min s", "max s", "tokens/s"):
-        table.add_column(column, justify="right" if column else "left")
+    cells = []
     for name, seconds in (("generate", generation.generate_seconds), ("embedded engine", generation.engine_seconds)):
-        median = statistics.median(seconds)
-        table.add_row(name, f"{median:.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}", f"{made / median:.0f}")
-    Console().print(table, f"the engine has {generation.speed:.2f} times the speed of generate")
-    table = Table(title="answers that one rank takes")
-    for column in ("tokens each", "answers", "per second", "per CPU second", "tokens per CPU second"):
-        table.add_column(column, justify="right")
+        numbers = (statistics.median(seconds), min(seconds), max(seconds))
+        cells.append((name, *(f"{x:.3f}" for x in numbers), f"{made / numbers[0]:.0f}"))
+    print_table(f"{shape}, {title}", ("", "median s", "min s", "max s", "tokens/s"), cells)
+    print(f"the engine has {generation.speed:.2f} times the speed of generate")
+    cells = []
     for a in answers:
         numbers = (a.per_second, a.per_cpu_second, a.tokens * a.per_cpu_second)
-        table.add_row(str(a.tokens), str(a.count), *(f"{number:.0f}" for number in numbers))
-    Console().print(table)
+        cells.append((str(a.tokens), str(a.count), *(f"{number:.0f}" for number in numbers)))
+    columns = ("tokens each", "answers", "per second", "per CPU second", "tokens per CPU second")
+    print_table("answers that one rank takes", columns, cells, texts=0)
 
 
 def main() -> int:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, has_config=False)
     default = ROOT / "configs" / "models" / "SmolLM2-135M-Instruct"
     parser.add_argument("folder", nargs="?", type=Path, default=default, metavar="MODEL_FOLDER")
     parser.add_argument("--sequences", type=int, default=32)
@@ -225,23 +228,21 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=4096)
     parser.add_argument("--answer-tokens", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     sizes = (args.sequences, args.prompt, args.response)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the update of the engine
     generation = measure_generation(args.folder, *sizes, dtype=dtype, device=device, repeat=args.repeat)
+    dist.destroy_process_group()
     answers = [measure_answers(args.answers, tokens, args.repeat) for tokens in args.answer_tokens]
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
     print_tables(generation, answers, f"{args.folder.name}, {args.dtype}, {where}, medians of {args.repeat}")
-    if args.json is not None:
-        results: dict[str, Any] = {"generation": {**asdict(generation), "speed": generation.speed}}
-        results["answers"] = [
-            {**asdict(a), "per_second": a.per_second, "per_cpu_second": a.per_cpu_second} for a in answers
-        ]
-        document = {"benchmark": "rollout", "model": str(args.folder), "where": where, **versions(), **results}
-        args.json.write_text(json.dumps(document, indent=2))
+    results = [{**asdict(a), "per_second": a.per_second, "per_cpu_second": a.per_cpu_second} for a in answers]
+    document: dict[str, Any] = {"benchmark": "rollout", "model": str(args.folder), "where": where, **versions()}
+    document |= {"generation": {**asdict(generation), "speed": generation.speed}, "answers": results}
+    write_json(args, document)
     return 0
 
 

@@ -15,7 +15,6 @@ the number of cores of the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -24,8 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
 from benchmarks.sides import Turn, Turns, started
-from benchmarks.step import configuration, next_step, running, versions
+from benchmarks.step import configuration, next_step, running
 from megappo.config import Config, ConfigError, derive_run, load_config
 
 KINDS = ("weak", "strong")
@@ -123,36 +123,20 @@ def rows_of(turns: dict[World, list[Turn]], samples: int, cores: int, threads: i
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
     columns = (
-        "scaling",
-        "processes",
-        "samples",
-        "median s",
-        "min s",
-        "max s",
-        "samples/s",
-        "tokens/s",
-        "of perfect",
-        "GB",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "scaling" else "right")
+        "scaling", "processes", "samples", "median s", "min s", "max s", "samples/s", "tokens/s", "of perfect", "GB",
+    )  # fmt: skip
+    cells = []
     for r in rows:
         seconds = (f"{x:.2f}" for x in (r.median_seconds, min(r.seconds), max(r.seconds)))
         rates = (f"{r.samples_per_second:.2f}", f"{r.tokens_per_second:.0f}", f"{r.efficiency:.0%}")
-        table.add_row(r.kind, str(r.processes), str(r.samples), *seconds, *rates, f"{r.peak_bytes / 1e9:.1f}")
-    Console(width=110).print(table)
+        cells.append((r.kind, str(r.processes), str(r.samples), *seconds, *rates, f"{r.peak_bytes / 1e9:.1f}"))
+    print_table(title, columns, cells, width=110)
 
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = parser_of(__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="processes")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--axis", choices=AXES, default="data", help="parallelism of additional processes")
@@ -160,7 +144,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1, help="uncounted steps of a world in each round")
     parser.add_argument("--repeat", type=int, default=3, help="counted steps of a world in each round")
     parser.add_argument("--rounds", type=int, default=2, help="number of rounds; all worlds run in each round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     return parser.parse_intermixed_args()
 
 
@@ -179,16 +162,13 @@ def main() -> int:
                     turns[world] += measure(world, arguments, f"{directory}/{number}")
             samples = load_config(arguments.config, arguments.overrides).rollout.batch_sequences
         except ConfigError as error:
-            print(f"scaling.py: error: {error}", file=sys.stderr)
-            return 2
+            return refuse("scaling", error)
     cores = len(os.sched_getaffinity(0))
     rows = rows_of(turns, samples, cores, arguments.threads)
     size = f"{arguments.threads} thread{'s' * (arguments.threads > 1)} each, {cores} cores"
     print_rows(rows, f"{Path(arguments.config).stem}, {arguments.axis} parallel, {size}")
-    if arguments.json is not None:
-        document = {"benchmark": "scaling", "config": arguments.config, "overrides": arguments.overrides, **versions()}
-        document |= {"cores": cores, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(document, indent=1))
+    results = {"cores": cores, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
+    write_json(arguments, of_config("scaling", arguments) | results)
     return 0
 
 

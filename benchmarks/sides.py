@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megappo.runtime.allocator import trim_heap
+from megappo.runtime.memory.allocator import trim_heap
 
 _RESET_PEAK = "5"  # value for clear_refs that resets VmHWM (proc(5))
 
@@ -134,11 +134,8 @@ def started(name: str, work: Work, arguments: tuple[Any, ...], ranks: int, threa
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             world: dict[str, object] = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": ranks,
-                "LOCAL_WORLD_SIZE": ranks,
-            }
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+            }  # fmt: skip
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
             environment = {key: str(value) for key, value in world.items()}
             process = context.Process(target=_run, args=(work, theirs, environment, str(log), arguments))

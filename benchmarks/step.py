@@ -10,20 +10,16 @@ program uses a temporary run directory.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
 from megappo.config import Config, ConfigError, derive_run, load_config
 from megappo.preflight.resolved import resolve_for_device
 
@@ -57,8 +53,8 @@ def configuration(path: str, overrides: Sequence[str], directory: str) -> Config
 @contextmanager
 def running(config: Config) -> Iterator[Trainer]:
     """Yield the trainer of a run on this rank. The engine has the weights of the actor."""
-    from megappo.ppo.components import assemble
-    from megappo.ppo.reporting import Reporter
+    from megappo.ppo.assembly.components import assemble
+    from megappo.ppo.reports.reporting import Reporter
     from megappo.ppo.trainer import Trainer
     from megappo.runtime.process import start_runtime
 
@@ -113,64 +109,32 @@ def outside_share(steps: list[dict[str, float]]) -> float:
 
 def print_rows(rows: list[StageTiming], title: str) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in ("stage", "median s", "min s", "max s", "tokens/s", "samples/s"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
+    cells = []
     for r in rows:
-        table.add_row(
-            r.stage, f"{r.median_seconds:.3f}", f"{r.min_seconds:.3f}", f"{r.max_seconds:.3f}",
-            f"{r.tokens_per_second:.0f}", f"{r.samples_per_second:.1f}",
-        )  # fmt: skip
-    Console().print(table)
-
-
-def versions(*more: str) -> dict[str, str]:
-    """Return the device, the commit, and the versions of packages, including `more`."""
-    from importlib.metadata import version
-
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    packages = {name: version(name) for name in ("torch", "megatron-core", "transformers", *more)}
-    return {"device": device, "commit": commit(), "python": platform.python_version(), **packages}
-
-
-def commit() -> str:
-    """Git commit of the benchmark programs."""
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+        seconds = (f"{x:.3f}" for x in (r.median_seconds, r.min_seconds, r.max_seconds))
+        cells.append((r.stage, *seconds, f"{r.tokens_per_second:.0f}", f"{r.samples_per_second:.1f}"))
+    print_table(title, ("stage", "median s", "min s", "max s", "tokens/s", "samples/s"), cells)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Seconds per stage of a PPO step.")
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = parser_of(__doc__)
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--repeat", type=int, default=5, help="steps that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as directory:
         try:
             config = configuration(arguments.config, arguments.overrides, directory)
             steps = run_steps(config, arguments.warmup, arguments.repeat)
         except ConfigError as error:
-            print(f"step.py: error: {error}", file=sys.stderr)
-            return 2
+            return refuse("step", error)
     if steps is None:
         return 0
     rows = summarise(steps)
     print_rows(rows, f"{config.run.name}: {arguments.repeat} steps after {arguments.warmup} of warm-up")
     share = outside_share(steps)
     print(f"outside of generation and models: {share:.1%} of a step")
-    if arguments.json is not None:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        report = {"benchmark": "step", "config": arguments.config, "overrides": arguments.overrides, **versions()}
-        report |= {"ranks": ranks, "outside_share": share}
-        arguments.json.write_text(json.dumps({**report, "stages": [asdict(r) for r in rows]}, indent=2))
+    report = {"ranks": int(os.environ.get("WORLD_SIZE", "1")), "outside_share": share}
+    write_json(arguments, of_config("step", arguments) | report | {"stages": [asdict(r) for r in rows]})
     return 0
 
 

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lengths import Profile
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
 from benchmarks.sides import Side, Turn, started
-from benchmarks.step import versions
 from benchmarks.trl_sides import Run, check, megappo_side, trl_side
 from megappo.config import Config
 
@@ -177,19 +177,14 @@ class Comparison:
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"samples per second, medians of {max(len(row.speeds) for row in rows)} rounds in turns")
-    columns = ("responses", "TRL in", "ranks", "TRL", "megappo", "times TRL", "from", "to", "TRL GB", "megappo GB")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("responses", "TRL in") else "right")
+    cells = []
     for r in rows:
-        rates = (f"{rate:.2f}" for rate in (r.trl_samples_per_second, r.megappo_samples_per_second))
-        speeds = (f"{speed:.2f}" for speed in (r.median_speed, min(r.speeds), max(r.speeds)))
+        rates = (r.trl_samples_per_second, r.megappo_samples_per_second, r.median_speed, min(r.speeds), max(r.speeds))
         peaks = (f"{peak / 1e9:.1f}" for peak in (r.trl_peak_bytes, r.megappo_peak_bytes))
-        table.add_row(r.profile, r.precision, str(r.ranks), *rates, *speeds, *peaks)
-    Console(width=110).print(table)
+        cells.append((r.profile, r.precision, str(r.ranks), *(f"{rate:.2f}" for rate in rates), *peaks))
+    title = f"samples per second, medians of {max(len(row.speeds) for row in rows)} rounds in turns"
+    columns = ("responses", "TRL in", "ranks", "TRL", "megappo", "times TRL", "from", "to", "TRL GB", "megappo GB")
+    print_table(title, columns, cells, texts=2, width=110)
 
 
 def read_rows(written: Sequence[dict[str, Any]]) -> list[Row]:
@@ -205,7 +200,7 @@ def read_rows(written: Sequence[dict[str, Any]]) -> list[Row]:
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, has_config=False)
     parser.add_argument("config", nargs="?", default="configs/smollm2_arithmetic.yaml", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     cores = len(os.sched_getaffinity(0))
@@ -221,7 +216,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=20, help="steps per curve")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="combine the results of earlier runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     return parser.parse_intermixed_args()
 
 
@@ -260,11 +254,10 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     arguments = parse()
-    document: dict[str, Any] = {"benchmark": "trl"}
     if arguments.join is not None:
         parts = [json.loads(path.read_text()) for path in arguments.join]
         results = {key: [item for part in parts for item in part[key]] for key in ("rows", "curves")}
-        document |= parts[0]
+        document = parts[0]
     elif importlib.util.find_spec("trl") is None:
         print(MISSING, file=sys.stderr)
         return 2
@@ -272,18 +265,15 @@ def main() -> int:
         try:
             results = compare(arguments)
         except ValueError as error:
-            print(f"trl.py: error: {error}", file=sys.stderr)
-            return 2
-        document |= {"config": arguments.config, "overrides": arguments.overrides, **versions("trl")}
-        document |= {"ranks": arguments.ranks, "threads": arguments.threads}
+            return refuse("trl", error)
+        document = of_config("trl", arguments, "trl") | {"ranks": arguments.ranks, "threads": arguments.threads}
     rows = read_rows(results["rows"])
     document |= {**results, "rows": [asdict(row) for row in rows]}
     if rows:
         print_rows(rows)
     if results["curves"]:
         print(Comparison.of([Curve(**curve) for curve in results["curves"]]).sentence)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(document, indent=1))
+    write_json(arguments, document)
     return 0
 
 

@@ -142,8 +142,9 @@ def trl_side(turns: Turns, run: Run) -> None:
     import torch
     from transformers import TrainerCallback
 
-    from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder
+    from megappo.config.role_models import load_tokenizer, role_folder
     from megappo.data import read_prompts, training_cursor
+    from megappo.models.model_files import resolve_stop_token_ids
 
     config = run.read()
     torch.set_num_threads(run.threads)
@@ -226,7 +227,7 @@ class _Judge:
 
     def _judge(self, ids: list[int]) -> tuple[float, int]:
         """Return the reward of one sample without padding, and the number of its response tokens."""
-        from megappo.config.tokens import decoded
+        from megappo.models.tokens import decoded
 
         length = next(n for n in self._lengths if tuple(ids[:n]) in self._prompts)
         prompt, response = self._prompts[tuple(ids[:length])], ids[length:]
@@ -299,7 +300,7 @@ def _trl_models(config: Config, run: Run) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from megappo.config.model_files import role_folder
+    from megappo.config.role_models import role_folder
 
     dtype = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
     assert config.critic is not None

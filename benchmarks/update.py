@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -27,21 +26,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.bare_model import BareModel, Inputs, forms
-from benchmarks.step import versions
+from benchmarks.report import of_config, parser_of, print_table, refuse, write_json
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.config.model_files import load_architecture, role_folder
+from megappo.config.role_models import load_architecture, role_folder
 from megappo.preflight.resolved import resolve_for_device
-from megappo.runtime.objects import all_gather_objects, broadcast_object
 from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.ranks.objects import all_gather_objects, broadcast_object
 from megappo.types import Samples
 
 
@@ -95,8 +91,8 @@ def our_update(
     """Build a role of the run. Return a function that updates the role with all samples."""
     from megappo.megatron.placed import announce, place
     from megappo.megatron.schedule import Task
-    from megappo.ppo.methods import find_objective
-    from megappo.ppo.models import ModelBuilder
+    from megappo.ppo.assembly.methods import find_objective
+    from megappo.ppo.assembly.models import ModelBuilder
     from megappo.ppo.updates import LossWeights, PolicyTask, ValueTask
 
     builder = ModelBuilder(config, derive_run(config, runtime.world_size), runtime, roles=(name,))
@@ -205,14 +201,13 @@ def measure_all(config: Config, size: Size, arguments: argparse.Namespace) -> tu
 
 def print_rows(rows: list[Row], title: str) -> None:
     """Print the rows as a table."""
-    table = Table(title=title)
-    for column in ("role", "update s", "bare s", "ratio", "from", "to", "CPU ratio", "bare model"):
-        table.add_column(column, justify="left" if column in ("role", "bare model") else "right")
+    cells = []
     for r in rows:
-        seconds = (f"{statistics.median(x):.3f}" for x in (r.update_seconds, r.bare_seconds))
-        ratios = (f"{x:.3f}" for x in (r.median_ratio, min(r.ratios), max(r.ratios), r.median_cpu_ratio))
-        table.add_row(r.role, *seconds, *ratios, r.form)
-    Console().print(table)
+        seconds = (statistics.median(x) for x in (r.update_seconds, r.bare_seconds))
+        ratios = (r.median_ratio, min(r.ratios), max(r.ratios), r.median_cpu_ratio)
+        cells.append((r.role, r.form, *(f"{x:.3f}" for x in (*seconds, *ratios))))
+    columns = ("role", "bare model", "update s", "bare s", "ratio", "from", "to", "CPU ratio")
+    print_table(title, columns, cells, texts=2)
 
 
 def _lengths(text: str) -> tuple[int, int]:
@@ -226,9 +221,7 @@ def _lengths(text: str) -> tuple[int, int]:
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = parser_of(__doc__)
     parser.add_argument("--roles", nargs="+", choices=["actor", "critic"], default=["actor", "critic"])
     parser.add_argument("--samples", type=int, default=16, help="samples per update")
     parser.add_argument("--prompt", type=int, default=43, help="tokens of each prompt")
@@ -237,20 +230,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=cores, help="threads of all ranks, and of the bare model")
     parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
     parser.add_argument("--repeat", type=int, default=7, help="rounds that are counted")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows")
     return parser.parse_intermixed_args()
 
 
 def settings(arguments: argparse.Namespace, size: Size, *, has_critic: bool) -> Iterator[str]:
     """Yield the overrides of the measurement."""
     yield from (
-        "run.export_final_model=false",
-        "model.init=random",
-        "evaluation=null",
-        "data.validation=null",
-        "logging.console=quiet",
-        "logging.tensorboard=false",
-    )
+        "run.export_final_model=false", "model.init=random", "evaluation=null", "data.validation=null",
+        "logging.console=quiet", "logging.tensorboard=false",
+    )  # fmt: skip
     yield f"runtime.threads_per_rank={max(1, arguments.threads // int(os.environ.get('WORLD_SIZE', '1')))}"
     yield f"rollout.prompts_per_step={size.samples}"
     yield f"rollout.max_response_tokens={size.longest}"
@@ -273,19 +261,15 @@ def main() -> int:
         try:
             results = measure_all(configuration(arguments, size, directory), size, arguments)
         except ConfigError as error:
-            print(f"update.py: error: {error}", file=sys.stderr)
-            return 2
+            return refuse("update", error)
     if results is None:
         return 0
     rows, ranks = results
     lengths = f"{size.prompt} + {size.shortest}" + (f" to {size.longest}" if size.longest > size.shortest else "")
     where = f"{ranks} rank{'s' * (ranks > 1)}, {arguments.threads} thread{'s' * (arguments.threads > 1)} in all"
     print_rows(rows, f"{size.samples} samples of {lengths} tokens, {where}, medians of {arguments.repeat}")
-    if arguments.json is not None:
-        report = {"benchmark": "update", "config": arguments.config, "overrides": arguments.overrides}
-        report |= {"ranks": ranks, **versions()}
-        report |= {"threads": arguments.threads, "size": asdict(size), "rows": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(report, indent=2))
+    saved = {"ranks": ranks, "threads": arguments.threads, "size": asdict(size), "rows": [asdict(r) for r in rows]}
+    write_json(arguments, of_config("update", arguments) | saved)
     return 0
 
 

@@ -4,7 +4,7 @@
 Usage: torchrun --nproc-per-node N -m benchmarks.weight_sync CONFIG [key=value ...] [--repeat 5] [--json FILE]
        benchmarks/weight_sync.py CONFIG [key=value ...] --simulate 128,512,1024 [--json FILE]
 
-CONFIG must set `rollout.engine: sglang`. Model, layout, servers and bucket size are those of CONFIG. One run
+CONFIG must set `rollout.servers`. Model, layout, servers and bucket size are those of CONFIG. One run
 measures in turns:
 
 - copy: one copy of the model's bytes within the memory of this machine (or of its GPU), by buckets;
@@ -91,13 +91,12 @@ def copy_once(parts: Any) -> Callable[[], None]:
 
 
 def our_sync(parts: Any, verify: bool, phases: list[dict[str, float]]) -> Callable[[], None]:
-    """Return a weight sync that appends its phases on this rank to `phases`."""
-    engine, settings = parts.engine, parts.config.rollout.servers.model_copy(update={"verify": verify})
+    """Return a weight sync that appends its phases to `phases`."""
+    engine, settings = parts.engine, parts.config.rollout.server_settings.model_copy(update={"verify": verify})
 
     def run() -> None:
         engine.settings = settings
-        engine.update_weights(parts.weights, engine.version + 1)
-        phases.append(engine.sync_phases())
+        phases.append(engine.update_weights(parts.weights, engine.version + 1).phases())
 
     return run
 
@@ -107,7 +106,7 @@ def measure(config: Config, repeat: int) -> Measured | None:
     import torch.distributed as dist
 
     from benchmarks.weight_sync_peers import check_peers, slime_sync, verl_sync
-    from megappo.ppo.components import RunMode, assemble
+    from megappo.ppo.assembly.components import RunMode, assemble
     from megappo.runtime.process import start_runtime
 
     derived = derive_run(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -130,23 +129,17 @@ def measure(config: Config, repeat: int) -> Measured | None:
             seconds = interleaved(ways, repeat)
         finally:
             parts.close()
-        of_ranks: list[Any] = [None] * runtime.world_size
         all_received: list[Any] = [None] * runtime.world_size
-        dist.all_gather_object(of_ranks, phases)
         dist.all_gather_object(all_received, received)
         total = parts.weights.total_bytes / 1e9
         medians = {way: statistics.median(of_way) for way, of_way in seconds.items()}
-        rows = [Row(way, s, total / s, _slowest(of_ranks, way)) for way, s in medians.items()]
+        rows = [Row(way, s, total / s, _medians(phases.get(way, []))) for way, s in medians.items()]
         return Measured(rows, all_received) if runtime.is_main else None
 
 
-def _slowest(of_ranks: list[dict[str, list[dict[str, float]]]], way: str) -> dict[str, float]:
-    """Return the median seconds of each phase on the rank with the largest median. The first repetition is not
-    counted."""
-    if way not in of_ranks[0]:
-        return {}
-    names = of_ranks[0][way][0]
-    return {name: max(statistics.median(p[name] for p in rank[way][1:]) for rank in of_ranks) for name in names}
+def _medians(phases: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each phase. The first repetition is not counted."""
+    return {name: statistics.median(of_sync[name] for of_sync in phases[1:]) for name in phases[0]} if phases else {}
 
 
 def show(measured: Measured) -> None:
@@ -189,8 +182,10 @@ def main() -> int:
             if arguments.simulate is not None:
                 return simulated(config, arguments)
             config = resolve_for_device(config)
-            if not config.rollout.has_servers:
-                raise ConfigError(f"rollout.engine is '{config.rollout.engine}', must be sglang for this benchmark")
+            if not config.rollout.capabilities.separate_processes:
+                raise ConfigError(
+                    f"the engine is '{config.rollout.engine_name}'; set rollout.servers for this benchmark"
+                )
             measured = measure(config, arguments.repeat)
         except ConfigError as error:
             print("\n".join(f"weight_sync: error: {problem}" for problem in error.problems), file=sys.stderr)

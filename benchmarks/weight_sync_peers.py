@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.engines.sglang.client import call
-from megappo.engines.sglang.transport import flat_payload, serialize, share_by_name
-from megappo.families.architecture import ArchitectureConfig
+from megappo.engines.sglang.weights.transport import flat_payload, serialize, share_by_name
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import Parameter, shard_shape
 from megappo.megatron.roles import LocalRole
-from megappo.ppo.components import RunComponents
+from megappo.ppo.assembly.components import RunComponents
 from megappo.reshard.slices import Receiver
 from megappo.reshard.stream import Slot
 
@@ -142,7 +142,7 @@ def _flatten(named: list[tuple[str, Tensor]]) -> dict[str, Any]:
 def _session(parts: Any, payloads: Any, load_format: str | None) -> None:
     """Create the payloads on every rank. The sender of the server sends them."""
     share_by_name()
-    endpoint, ranks = parts.engine.endpoints[0], parts.config.rollout.servers.tensor_parallel
+    endpoint, ranks = parts.engine.endpoints[0], parts.config.rollout.server_settings.tensor_parallel
     sends = parts.runtime.rank == endpoint.sender
     if sends:
         call(endpoint, "/begin_weight_update", timeout_seconds=_SECONDS)

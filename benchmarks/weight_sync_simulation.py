@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import Config, derive
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.plan.inputs import make_setup
 from megappo.plan.planner import default_machine, read_models
-from megappo.plan.sizes import model_sizes
 from megappo.plan.sync import received_bytes, receivers, sent_bytes
 
 
@@ -43,10 +43,12 @@ def simulate(config: Config, folder: Path, worlds: Sequence[int]) -> Iterator[Si
     for world in worlds:
         derive(config, world, models.actor, models.critic, models.reference)
         setup = make_setup(config, models, world, on_cuda=machine.is_cuda, device_bytes=machine.memory_bytes)
-        node, settings = machine.devices_per_node, config.rollout.servers
+        node, settings = machine.devices_per_node, config.rollout.server_settings
         yield Simulated(
             world,
-            settings.count(world, on_cuda=machine.is_cuda) if config.rollout.has_servers else 0,
+            settings.count_servers(world, on_cuda=machine.is_cuda)
+            if config.rollout.capabilities.separate_processes
+            else 0,
             setup.actor.dtype_bytes * model_sizes(setup.actor.arch)[0] / 1e9,
             len({receiver.rank for receiver in receivers(setup, node)}),
             list(received_bytes(setup, node).values()),

@@ -98,10 +98,11 @@ take_environment_lock() { # flock's option: -s to use, -x to build
     }
 }
 
-environment_for() { # arguments of a command: prints full if they or their configuration select SGLang, otherwise light
+environment_for() { # arguments of a command: prints full if they or their configuration select servers, otherwise light
     local word
     for word; do
-        if [[ $word =~ engine=sglang ]] || { [ -f "$word" ] && grep -q 'engine: *sglang' "$word"; }; then
+        if [[ $word =~ ^rollout\.servers.*= && ! $word =~ =null$ ]] || [[ $word =~ engine=sglang ]] ||
+            { [ -f "$word" ] && grep -Eq '(^|[ {])(servers: *($|[{#])|engine: *sglang)' "$word"; }; then
             echo full
             return
         fi

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from megappo.commands import COMMANDS
-from megappo.observe.streams import flush_output, prepare_streams
-from megappo.runtime.allocator import collect_as_usual, put_off_collections, with_room_for_frames
+from megappo.observe.terminal.streams import flush_output, prepare_streams
+from megappo.runtime.memory.allocator import collect_as_usual, put_off_collections, with_room_for_frames
 
 
 def start() -> int:

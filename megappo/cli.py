@@ -76,7 +76,7 @@ def _remedy(word: str, usage: str, *, takes_overrides: bool) -> str:
     if not takes_overrides or not word.startswith("--"):
         return ""
     from megappo.config.fields import find_field  # imports all settings, which other command lines do not need
-    from megappo.config.other_names import counterpart
+    from megappo.config.reading.other_names import counterpart
 
     section, _, last = name.replace("-", "_").rpartition(".")
     other = counterpart(tuple(section.split(".")), last)

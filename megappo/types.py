@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
+from megappo.families.architecture import expert_number_bytes
+from megappo.families.declaration import ArchitectureConfig
 from megappo.observe.ends import End, end_of_older_version
 
 CHAT_MESSAGES = "chat_messages"

@@ -4,7 +4,8 @@ README.md."""
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -75,13 +76,47 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def runtime(world_of_one: None) -> Any:
+    """Return the runtime of one process."""
+    import torch
+
+    from megappo.runtime.process import Runtime
+
+    return Runtime(0, 1, 0, torch.device("cpu"))
+
+
+@pytest.fixture
+def errors_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command, checks that it fails, and returns the printed errors."""
+    from megappo.cli import main
+
+    def errors(*arguments: object, code: int = 2) -> str:
+        assert main([*map(str, arguments)]) == code
+        return capsys.readouterr().err
+
+    return errors
+
+
+@pytest.fixture
+def output_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command, checks that it succeeds, and returns its output."""
+    from megappo.cli import main
+
+    def output(*arguments: object) -> str:
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return output
+
+
 @pytest.fixture
 def torchs_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the functions of torch that create tensors, as if Megatron were not imported, for tests that simulate
     CUDA."""
     import torch
 
-    from megappo.runtime.megatron_cpu import FACTORIES
+    from megappo.megatron.patches.cpu import FACTORIES
 
     for name in FACTORIES:
         monkeypatch.setattr(torch, name, inspect.unwrap(getattr(torch, name)))

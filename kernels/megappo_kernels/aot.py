@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction, KernelParam
 
 from megappo_kernels.gpu import checksum, gae, head, layers, objectives, rows, whiten
 from megappo_kernels.objectives import FUNCTIONS, Objective, PolicyObjective, ValueObjective, inputs_of
-from megappo_kernels.surrogates import gspo
+from megappo_kernels.surrogates import POLICY_LOSSES
 
 _KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 SHARED_BYTES = {capability: kib * 1024 for capability, kib in _KIB.items()}
@@ -163,16 +163,17 @@ def _objective_variants(few: bool, objective: type[Objective]) -> Iterator[Varia
     pointer, number, hints = Kind("*fp32"), Kind("fp32"), get_type_hints(objective)
     numbers = {name: (pointer,) if must else (None, pointer) for name, must in inputs_of(objective.formula).items()}
     if "sequence_log_ratio" in numbers:
-        numbers["sequence_log_ratio"] = (None,)  # type: ignore[assignment]  # only gspo uses it
+        numbers["sequence_log_ratio"] = (None,)  # type: ignore[assignment]  # only losses of sequences use it
     settings: dict[str, tuple[Value, ...]] = {
         name: (None, number) if type(None) in get_args(hints[name]) else (number,)
         for name in (field.name for field in fields(objective))
     }
     settings |= {n: tuple(dict.fromkeys(FUNCTIONS[n].values())) for n in settings if n in FUNCTIONS}
+    of_sequences = [loss.formula for loss in POLICY_LOSSES.values() if loss.sees_sequences]
     for chosen in _switches(few, **numbers, **settings):
         if "kl" in chosen and chosen["ref_logprob"] is None and chosen["kl"] is not settings["kl"][0]:
             continue  # no KL to estimate
-        if chosen.get("policy_loss") is gspo:
+        if chosen.get("policy_loss") in of_sequences:
             chosen["sequence_log_ratio"] = pointer
         defaults = objective().settings()._replace(**{name: chosen[name] for name in settings})
         arguments: dict[str, Value] = {name: _kind(name) for name in objectives.objective_kernel.arg_names}

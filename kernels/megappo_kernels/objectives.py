@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 from megappo_kernels.surrogates import (
     LOG_RATIO_LIMIT,
     POLICY_LOSSES,
-    BandSettings,
+    LossSettings,
     Numbers,
     Surrogate,
     clamped,
@@ -143,8 +143,8 @@ POLICY_METRICS: Mapping[str, Metric] = {
     ),
     "band_position": Metric(
         "mean", "1",
-        "Mean position in the band, clamped: 0 at the lower edge, 1 at the upper edge. With `sapo` the gate, with "
-        "`penalty` ratio / (1 + ratio).",
+        "Mean position in the band, clamped: 0 at the lower edge, 1 at the upper edge. Losses without a band report "
+        "another number between 0 and 1, such as the gate of `sapo`.",
         "steady, near where a ratio of 1 lies",
     ),
     "token_weight": Metric("spread"),
@@ -165,8 +165,8 @@ OwnLoss: TypeAlias = Callable[..., Numbers | tuple[Numbers, Mapping[str, Numbers
 """Custom policy loss; see `own_losses`."""
 
 
-class PolicySettings(BandSettings, Protocol):
-    """Settings of `policy_loss`, with functions instead of names."""
+class PolicySettings(Protocol):
+    """Settings of `policy_loss`, with functions instead of names, and `LossSettings`."""
 
     entropy_coef: float
     kl_coef: float
@@ -305,26 +305,13 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entropy"), metrics=PolicyMetrics):
+class PolicyObjective(
+    LossSettings, Objective, formula=policy_loss, trained=("logprob", "entropy"), metrics=PolicyMetrics
+):
     """Settings of `policy_loss`. The defaults are PPO-clip."""
 
     policy_loss: str | OwnLoss = "clip"
     """Name in POLICY_LOSSES, or a custom function (see `own_losses`)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    """Bounds of the ratio: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: float | None = None
-    """Bound c > 1 of the loss for negative advantages. None: no bound."""
-    penalty_coef: float = 0.0
-    band_low: float = 0.2
-    band_high: float = 0.2
-    """Edges of the band of the losses in BANDS. For ratios, the band is [1 - band_low, 1 + band_high]. For changes
-    of probability, the band is [-band_low, band_high]."""
-    gate_positive: float = 1.0
-    gate_negative: float = 1.05
-    """Temperatures of `sapo`. With a larger temperature, the slope decreases faster outside a ratio of 1."""
-    weight_cap: float = 20.0
-    """Largest weight of a token in `dppo_tv` and `dppo_kl`."""
     entropy_coef: float = 0.0
     kl: str = "low_var_kl"
     kl_coef: float = 0.0
@@ -339,7 +326,7 @@ class PolicyObjective(Objective, formula=policy_loss, trained=("logprob", "entro
         """Whether the slope of a token depends on the other tokens of its sequence."""
         if callable(self.policy_loss):
             return "sequence_mean" in taken_by(self.policy_loss, OFFERED)
-        return self.policy_loss == "gspo"
+        return POLICY_LOSSES[self.policy_loss].sees_sequences
 
     @property
     def slopes_in_entropy(self) -> bool:
@@ -357,7 +344,7 @@ class ValueObjective(Objective, formula=value_loss, trained=("values",), metrics
 
 
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., tuple[Numbers, ...]]]] = {
-    "policy_loss": POLICY_LOSSES,
+    "policy_loss": {name: loss.formula for name, loss in POLICY_LOSSES.items()},
     "kl": KL_ESTIMATES,
 }
 """Settings that name a function, with the functions by name."""

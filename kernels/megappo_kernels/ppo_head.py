@@ -6,12 +6,13 @@ are: logits, statistics, one exchange between the ranks that share the vocabular
 logits, gradients of the hidden states and of the weight. Backward only returns these gradients. Rows without weight
 in the loss are skipped. An objective that uses whole sequences requires the log-probabilities of all chunks first.
 
-Shape legend: T rows, N valid rows, C rows of a chunk, H hidden size, V vocabulary rows on this rank.
+Shape legend: T rows, N valid rows, C rows of a chunk, P rows of one evaluation of the loss, H hidden size, V
+vocabulary rows on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from megappo_kernels.autograd import ContextWith
 from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.gemm import MIN_ROWS, LogitsGemm, add_product
 from megappo_kernels.lm_head import HeadShard
-from megappo_kernels.losses import Evaluation, Loss, PolicyInputs, check_inputs, evaluate, whole_loss
+from megappo_kernels.losses import Loss, PolicyInputs, check_inputs, evaluate, whole_loss
 from megappo_kernels.metrics import combine, stacked
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.rows import Exclusion, RowGradients, empty_statistics, logprob_and_entropy, merge_statistics
@@ -243,34 +244,31 @@ class _Chunks:
     def run(self, grad_weight_VH: Tensor | None, *, trains: bool) -> dict[str, Tensor]:
         """Process all chunks and return the report.
 
+        The objective is evaluated for each chunk. An objective of whole sequences is evaluated once for all chunks,
+        and gradients of several chunks then require a recomputation of the logits.
+
         Gradients are computed only if `trains` is true. The gradient of the weight is computed only if
         `grad_weight_VH` is a tensor.
         """
         n = len(self.labels_N)
         chunks = [slice(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
-        if self.options.objective.sees_sequences or not chunks:
-            return self._run_at_once(chunks, grad_weight_VH, trains=trains)
+        at_once = self.options.objective.sees_sequences or not chunks
         reports = []
-        for rows in chunks:
-            stats_4C = self._forward(rows)
-            evaluation = self._evaluate(rows)
-            reports.append(evaluation.report)
-            if trains:
-                self._backward(rows, stats_4C, evaluation.slopes, grad_weight_VH)
-        return combine(stacked(reports))
-
-    def _run_at_once(
-        self, chunks: Sequence[slice], grad_weight_VH: Tensor | None, *, trains: bool
-    ) -> dict[str, Tensor]:
-        """Evaluate the objective of all rows together. With several chunks, gradients require a recomputation of the
-        logits."""
-        stats = [self._forward(rows) for rows in chunks]
-        result = self._evaluate(slice(None))
-        for rows, stats_4C in zip(chunks, stats, strict=True) if trains else ():
-            if len(chunks) > 1:
-                self._statistics(rows)
-            self._backward(rows, stats_4C, {name: slope[rows] for name, slope in result.slopes.items()}, grad_weight_VH)
-        return result.report
+        for part in [chunks] if at_once else [[rows] for rows in chunks]:
+            stats = [self._forward(rows) for rows in part]
+            first, last = (part[0].start, part[-1].stop) if part else (0, 0)
+            logprob_P, entropy_P = self.outputs_2N[:, first:last]
+            inputs_P = self.inputs_N.of_rows(slice(first, last)).tensors()
+            tensors = {"logprob": logprob_P, "entropy": entropy_P, **inputs_P}
+            result = evaluate(self.options.objective, tensors, self.options.context_group)
+            reports.append(result.report)
+            for rows, stats_4C in zip(part, stats, strict=True) if trains else ():
+                if len(part) > 1:
+                    self._statistics(rows)
+                own = slice(rows.start - first, rows.stop - first)
+                slopes = {name: slope_P[own] for name, slope_P in result.slopes.items()}
+                self._backward(rows, stats_4C, slopes, grad_weight_VH)
+        return reports[0] if at_once else combine(stacked(reports))
 
     def _forward(self, rows: slice) -> Tensor:
         """Compute log-probabilities and entropies of a chunk. Return its statistics over the whole vocabulary, (4,
@@ -278,12 +276,6 @@ class _Chunks:
         stats_4C = merge_statistics(self._statistics(rows), self.shard.group)
         self.outputs_2N[:, rows] = torch.stack(logprob_and_entropy(stats_4C, entropy=True))
         return stats_4C
-
-    def _evaluate(self, rows: slice) -> Evaluation:
-        logprob_C, entropy_C = self.outputs_2N[:, rows]
-        inputs_C = self.inputs_N.of_rows(rows)
-        tensors = {"logprob": logprob_C, "entropy": entropy_C, **inputs_C.tensors()}
-        return evaluate(self.options.objective, tensors, self.options.context_group)
 
     def _backward(
         self, rows: slice, stats_4C: Tensor, slopes: Mapping[str, Tensor], grad_weight_VH: Tensor | None

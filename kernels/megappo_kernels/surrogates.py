@@ -1,6 +1,6 @@
-"""Surrogate losses of `algorithm.policy_loss`, with their slopes.
+"""Surrogate losses of `algorithm.policy_loss`: settings, formulas with slopes, and declarations.
 
-The functions use only operations that torch and Triton's language share; see `objectives`. Arguments are the
+The formulas use only operations that torch and Triton's language share; see `objectives`. Arguments are the
 settings `s` and per-token numbers: log-probabilities of the policy and of the old policy, their log-ratio clamped to
 +-20, the exponential of this log-ratio, and the advantage.
 
@@ -10,7 +10,8 @@ The module imports torch only when a function is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 
 class _Torch:
@@ -44,18 +45,25 @@ def without_far(x: Surrogate, logprob: Numbers, old_logprob: Numbers) -> Surroga
     return Surrogate(x.loss, slope, x.clipfrac, x.clipfrac_lower, x.below, x.above, weight, x.position)
 
 
-class BandSettings(Protocol):
-    """Settings that surrogate losses read; see `objectives.PolicyObjective`."""
+@dataclass(frozen=True)
+class LossSettings:
+    """Settings that surrogate losses read (see `BuiltinLoss.settings`)."""
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    penalty_coef: float
-    band_low: float
-    band_high: float
-    gate_positive: float
-    gate_negative: float
-    weight_cap: float
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """Bounds of the ratio: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: float | None = None
+    """Bound c > 1 of the loss for negative advantages. None: no bound."""
+    penalty_coef: float = 0.0
+    band_low: float = 0.2
+    band_high: float = 0.2
+    """Edges of the band. For ratios, the band is [1 - band_low, 1 + band_high]. For changes of probability, the band is
+    [-band_low, band_high]."""
+    band_cap: float = 20.0
+    """Largest weight of a token in `dppo_tv` and `dppo_kl`, as in verl."""
+    gate_positive: float = 1.0
+    gate_negative: float = 1.05
+    """Temperatures of `sapo`. With a larger temperature, the slope decreases faster outside a ratio of 1."""
 
 
 class Surrogate(NamedTuple):
@@ -101,7 +109,7 @@ def weighted(
 
 
 def clip(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute PPO-clip (Schulman et al. 2017, eq. 7). `dual_clip` bounds the loss of negative advantages (Ye et al.
     2020, eq. 5)."""
@@ -116,7 +124,7 @@ def clip(
 
 
 def penalty(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute -ratio * A + penalty_coef * KL(old || new), with the k3 estimate of KL (Schulman et al. 2017, eq. 8).
     The loss has no band; the position is ratio / (1 + ratio)."""
@@ -127,7 +135,7 @@ def penalty(
 
 
 def dis(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute direct double-sided importance sampling: -f(ratio) * A * logprob.
 
@@ -146,7 +154,7 @@ def dis(
 
 
 def cispo(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute -clip(ratio, 1 - band_low, 1 + band_high) * A * logprob. The clipped ratio is constant in the
     gradient, so every token has a slope (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
@@ -156,7 +164,7 @@ def cispo(
 
 
 def gspo(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute PPO-clip with the geometric mean of the ratios of a sequence, clipped to [1 - band_low, 1 +
     band_high].
@@ -170,7 +178,7 @@ def gspo(
 
 
 def sapo(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute -4 / tau * sigmoid(tau * (ratio - 1)) * A (Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv
     2511.20347). tau is gate_positive for A > 0, and gate_negative otherwise. The loss has no band; the position is
@@ -185,18 +193,18 @@ def sapo(
     return without_far(Surrogate(loss, slope, never, never, never, never, weight, gate), logprob, old_logprob)
 
 
-def dppo(s: BandSettings, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
-    """Compute -min(ratio, weight_cap) * A * logprob. The weight is constant in the gradient.
+def dppo(s: LossSettings, logprob: Numbers, ratio: Numbers, advantages: Numbers, change: Numbers) -> Surrogate:
+    """Compute -min(ratio, band_cap) * A * logprob. The weight is constant in the gradient.
 
     The weight is 0 if A < 0 and `change` is below -band_low, or if A > 0 and `change` is above band_high.
     """
     below, above = (advantages < 0) & (change < -s.band_low), (advantages > 0) & (change > s.band_high)
-    weight = xp.where(below | above, 0.0, xp.where(ratio > s.weight_cap, s.weight_cap, ratio))
+    weight = xp.where(below | above, 0.0, xp.where(ratio > s.band_cap, s.band_cap, ratio))
     return weighted(logprob, advantages, weight, below, above, position(change, -s.band_low, s.band_high))
 
 
 def dppo_tv(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute DPPO with a band for the change of the token's probability, new - old. This change is the total
     variation of the binary distribution of this token and all others (binary TV, arXiv 2602.04879, eq. 11 to 13).
@@ -205,7 +213,7 @@ def dppo_tv(
 
 
 def dppo_kl(
-    s: BandSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
+    s: LossSettings, logprob: Numbers, old_logprob: Numbers, log_ratio: Numbers, ratio: Numbers, advantages: Numbers
 ) -> Surrogate:
     """Compute DPPO with a band for KL(old || new) of the binary distribution of this token and all others, in nats.
     The KL has the sign of the change of probability (binary KL, arXiv 2602.04879, eq. 14)."""
@@ -216,11 +224,42 @@ def dppo_kl(
     return dppo(s, logprob, ratio, advantages, xp.where(new > old, divergence, -divergence))
 
 
-POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {
-    f.__name__: f for f in (clip, penalty, dis, cispo, gspo, sapo, dppo_tv, dppo_kl)
-}
-BANDS: Mapping[str, tuple[float, float]] = {
-    "dis": (0.8, 3.0), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05),
+@dataclass(frozen=True)
+class BuiltinLoss:
+    """Declaration of a built-in policy loss. The choices of `algorithm.policy_loss`, their documentation, their rules
+    and their error messages follow from the declarations."""
+
+    formula: Callable[..., Surrogate]
+    """Function of the settings and of the numbers of a token. Its name is the name of the loss."""
+    meaning: str
+    """Words for the documentation of `algorithm.policy_loss`."""
+    settings: Mapping[str, float | None]
+    """Keys in `algorithm` of the settings that the formula reads, with the defaults of this loss. The key `a.b` is the
+    field `a_b` of `LossSettings`. None: the default of this field."""
+    sees_sequences: bool = False
+    """Whether the log-ratio is the mean over the sequence of the token, so that slopes depend on whole sequences."""
+    needs_engine: bool = False
+    """Whether the old log-probabilities must be the log-probabilities of the engine."""
+    ignores_outside: bool = False
+    """Whether the loss ignores tokens outside of the band."""
+
+
+_CHANGE = "ignores tokens by their change of probability"
+POLICY_LOSSES: Mapping[str, BuiltinLoss] = {
+    loss.formula.__name__: loss
+    for loss in (
+        BuiltinLoss(clip, "PPO-clip", {"clip_low": None, "clip_high": None, "dual_clip": None}),
+        BuiltinLoss(penalty, "adaptive KL penalty against the old policy", {"penalty.coef": None}),
+        BuiltinLoss(
+            dis, "SAO: ignores tokens outside a band around the engine's probabilities",
+            {"band.low": 0.8, "band.high": 3.0}, needs_engine=True, ignores_outside=True,
+        ),
+        BuiltinLoss(cispo, "ratios as bounded weights", {"band.low": 1.0, "band.high": 4.0}),
+        BuiltinLoss(gspo, "ratios of sequences", {"band.low": 3e-4, "band.high": 4e-4}, sees_sequences=True),
+        BuiltinLoss(sapo, "a soft gate", {"gate.positive": None, "gate.negative": None}),
+        BuiltinLoss(dppo_tv, _CHANGE, {"band.low": 0.2, "band.high": 0.2, "band.cap": None}, ignores_outside=True),
+        BuiltinLoss(dppo_kl, _CHANGE, {"band.low": 0.05, "band.high": 0.05, "band.cap": None}, ignores_outside=True),
+    )
 }  # fmt: skip
-"""Defaults of band_low and band_high for the losses with a band. Sources: SAO; ScaleRL (Khatri et al. 2025: weights
-up to 5, without a lower limit); GSPO; users of DPPO."""
+"""Built-in policy losses by name. Sources of the bands: SAO; ScaleRL (Khatri et al. 2025: weights up to 5, without a
+lower limit) for `cispo`; GSPO; users of DPPO."""

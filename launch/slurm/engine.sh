@@ -24,6 +24,6 @@ fi
 if [ "$part" != 0 ]; then
     port=0 log=engine-$index-part-$part # receives no requests
 fi
-exec "${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" "rollout.sglang.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
+exec "${MEGAPPO_PYTHON:-python}" -m megappo serve "$@" "rollout.servers.first_device=$((SLURM_LOCALID * MEGAPPO_ENGINE_RANKS))" \
     --host "${MEGAPPO_ENGINE_HOST:-${addresses[SLURM_NODEID]}}" --port "$port" --index "$index" --linger "$MEGAPPO_ENGINE_LINGER" "${options[@]}" \
     >>"$MEGAPPO_RANK_LOGS/$log.log" 2>&1

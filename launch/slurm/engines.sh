@@ -35,11 +35,11 @@ place_engines() {
     ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-$((gpus > 0 ? gpus / ranks : 1))}
     [[ $ENGINES_PER_NODE =~ ^[0-9]+$ ]] || fail "MEGAPPO_ENGINES_PER_NODE is '$ENGINES_PER_NODE', must be a whole number"
     if [ "$ENGINES_PER_NODE" = 0 ] || { [ "$gpus" != 0 ] && [ $((ENGINES_PER_NODE * ranks)) -gt "$gpus" ]; }; then
-        fail "$ENGINES_PER_NODE engines of rollout.sglang.tensor_parallel $((width * ranks)) do not fit on $width nodes of" \
-            "$gpus GPUs; decrease tensor_parallel, or set rollout.sglang.nodes"
+        fail "$ENGINES_PER_NODE engines of rollout.servers.tensor_parallel $((width * ranks)) do not fit on $width nodes of" \
+            "$gpus GPUs; decrease tensor_parallel, or set rollout.servers.nodes"
     fi
     if [ $((ENGINE_NODES % width)) != 0 ]; then
-        fail "$ENGINE_NODES engine nodes are not a multiple of rollout.sglang.nodes $width; change one of them"
+        fail "$ENGINE_NODES engine nodes are not a multiple of rollout.servers.nodes $width; change one of them"
     fi
     URLS=() MEGAPPO_ENGINE_PORTS='' MEGAPPO_ENGINE_MEETINGS='' MEGAPPO_ENGINE_ADDRESSES=''
     for node in $(scontrol show hostnames "$ENGINE_NODELIST"); do
@@ -62,9 +62,9 @@ place_engines() {
     export MEGAPPO_SGLANG_API_KEY MEGAPPO_ENGINE_PORTS MEGAPPO_ENGINE_HOST MEGAPPO_ENGINE_LINGER
     export MEGAPPO_ENGINE_RANKS=$ranks MEGAPPO_ENGINES_OF_NODE=$ENGINES_PER_NODE MEGAPPO_ENGINE_WIDTH=$width
     export MEGAPPO_ENGINE_MEETINGS MEGAPPO_ENGINE_ADDRESSES
-    ENGINE_WORDS=(rollout.sglang.placement=disaggregated rollout.sglang.engines=null "rollout.sglang.urls=[]")
-    TRAINER_WORDS=("${ENGINE_WORDS[@]:0:2}" rollout.sglang.nodes=1)
-    TRAINER_WORDS+=("rollout.sglang.urls=[$(printf "'%s'," "${URLS[@]}")]")
+    ENGINE_WORDS=(rollout.servers.placement=disaggregated rollout.servers.count=null "rollout.servers.urls=[]")
+    TRAINER_WORDS=("${ENGINE_WORDS[@]:0:2}" rollout.servers.nodes=1)
+    TRAINER_WORDS+=("rollout.servers.urls=[$(printf "'%s'," "${URLS[@]}")]")
 }
 
 # start_engines WORDS...: start the step of the engines in the background. If this step ends, the trainers receive a stop

@@ -36,7 +36,7 @@ MEGAPPO_EXCLUDE_NODES=${MEGAPPO_EXCLUDE_NODES:-yes}
 # Only for ppo_disaggregated.sbatch. Number of nodes at the end of the job that generate. The other nodes train. In a
 # heterogeneous job the first component trains and the second component generates, without this setting.
 MEGAPPO_ENGINE_NODES=${MEGAPPO_ENGINE_NODES:-}
-# Default: the largest number that fits on the GPUs of a node with rollout.sglang.tensor_parallel; 1 without GPUs.
+# Default: the largest number that fits on the GPUs of a node with rollout.servers.tensor_parallel; 1 without GPUs.
 MEGAPPO_ENGINES_PER_NODE=${MEGAPPO_ENGINES_PER_NODE:-}
 # Interface on which engines listen. Every request needs the key of the job. Default: the interface with the address of the
 # node.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megappo.api.protocols import AdvantageEstimator, PolicyLoss, PromptSource, RewardFunction
     from megappo.config.load import load_config
     from megappo.config.schema import Config
+    from megappo.config.sections.engine import EngineCapabilities
     from megappo.engines.protocol import Completion, Engine, EngineFactory, GenerateRequest, SamplingParams
     from megappo.environments.protocol import Environment, LimitReached, Reply
     from megappo.environments.session import Session
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "EngineCapabilities",
     "EngineFactory",
     "Environment",
     "GenerateRequest",
@@ -56,6 +58,7 @@ _HOMES = {
     "megappo.algo.estimators": ("unwhitened",),
     "megappo.api.functions": ("evaluate", "export", "plan", "train"),
     "megappo.api.protocols": ("AdvantageEstimator", "PolicyLoss", "PromptSource", "RewardFunction"),
+    "megappo.config.sections.engine": ("EngineCapabilities",),
     "megappo.config.load": ("load_config",),
     "megappo.config.schema": ("Config",),
     "megappo.engines.protocol": ("Completion", "Engine", "EngineFactory", "GenerateRequest", "SamplingParams"),

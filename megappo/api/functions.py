@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, describe, describe_evaluation, print_rows
-from megappo.config.model_files import load_architecture
+from megappo.config.role_models import load_architecture
 from megappo.errors import expanded
-from megappo.observe.streams import adapt_streams
+from megappo.observe.terminal.streams import adapt_streams
 from megappo.runtime.launchers import adopt_launcher, is_main
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ def export(
     Raises ValueError if the checkpoint or role does not exist, or if `out` is not empty. Raises ConfigError if an
     upload is impossible, before any file is written.
     """
-    from megappo.checkpoint.export import export_run
+    from megappo.checkpoint.exports.export import export_run
+    from megappo.checkpoint.exports.publishing import check_hub, upload_model
     from megappo.checkpoint.identity import OwnCode
-    from megappo.checkpoint.publishing import check_hub, upload_model
 
     if push_to_hub is not None:
         if form == "torch_dist":

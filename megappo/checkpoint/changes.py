@@ -11,17 +11,19 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from megappo.config import Config
-from megappo.config.data import OLD_PYTHON_PREFIX
 from megappo.config.load import flat_settings
-from megappo.config.reward import SERVER
+from megappo.config.renamed import replace_old_names
+from megappo.config.sections.data import OLD_PYTHON_PREFIX
+from megappo.config.sections.engine import ServerSettings
+from megappo.config.sections.reward import SERVER
 from megappo.errors import ConfigError, secret_settings, show
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 from megappo.plugins import own_file, own_files
 
 _UNMENTIONED = (
     "run.name", "run.directory", "run.files", "run.private", "run.max_hours", "run.force_resume",
     "run.export_final_model", "runtime", "logging", "rollout.save_to",
-    "rollout.sglang.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
+    "rollout.servers.request_timeout_seconds", "actor.offload", "critic.offload", "reference.offload",
 )  # fmt: skip
 """Settings without effect on training. Their changes are not reported."""
 _DANGEROUS = (
@@ -47,6 +49,7 @@ _REWARD_SERVER = re.compile(
 _SOURCES = {"data.train.source", "data.validation.source"}
 _LONGEST_PATH_SHOWN = 50
 _LENGTHS = ("run.steps", "run.epochs")
+_SERVER_DEFAULTS = ServerSettings().model_dump(mode="json")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,10 @@ def compare_settings(
     `digests`: SHA-256 by path, for each file with a function of the earlier configuration. A function in a moved file
     is not a change.
     """
+    before, _ = replace_old_names(before)
     old, new = dict(flat_settings(before)), dict(flat_settings(now))
+    if "rollout.servers.kind" in old:  # checkpoints of versions that did not record default settings of servers
+        old = {f"rollout.servers.{key}": value for key, value in flat_settings(_SERVER_DEFAULTS)} | old
     for key in _SOURCES & old.keys():
         old[key] = str(old[key]).removeprefix(OLD_PYTHON_PREFIX)
     if old.get("data.template_time") is None:  # checkpoints of versions that did not record the start time

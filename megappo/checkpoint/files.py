@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megappo.errors import RunError, show
-from megappo.observe.json_values import JSONValue
-from megappo.observe.plain_files import check_plain, plain_text, synced
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import check_plain, plain_text, synced
 from megappo.runtime.waiting import pause
 
 T = TypeVar("T")

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from megappo.checkpoint.files import Marker
 from megappo.config import Config
-from megappo.config.explain import explain
-from megappo.config.model_files import model_paths, read_config_json, role_folder
-from megappo.families.architecture import ArchitectureConfig
+from megappo.config.reading.explain import explain
+from megappo.config.role_models import model_paths, role_folder
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.rope import Rope, rotary
-from megappo.observe.json_values import JSONValue
-from megappo.runtime.objects import all_gather_objects
+from megappo.files.json_values import JSONValue
+from megappo.models.model_files import read_config_json
+from megappo.runtime.ranks.objects import all_gather_objects
 
 _WITHOUT_MEANING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 _ROPES, _ROUNDING = "ropes", 1e-5

@@ -10,8 +10,8 @@ from megappo.checkpoint import files
 from megappo.checkpoint.files import DamagedError, Marker
 from megappo.checkpoint.versions import require_readable
 from megappo.errors import first_of
-from megappo.runtime.objects import agreed, all_gather_objects, attempt, broadcast_object
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.objects import agreed, all_gather_objects, attempt, broadcast_object
 
 T = TypeVar("T")
 

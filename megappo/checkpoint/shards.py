@@ -28,10 +28,10 @@ from megappo.families.parameters import Parameter, embedding
 from megappo.megatron.build import RoleModel
 from megappo.megatron.layout import Layout
 from megappo.megatron.local_shards import LocalShard
-from megappo.megatron.optimizer_state import MOMENTS
+from megappo.megatron.optimizer.optimizer_state import MOMENTS
 from megappo.megatron.packing import balance
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
-from megappo.runtime.objects import agreed, broadcast_object
+from megappo.runtime.ranks.objects import agreed, broadcast_object
 
 VALUE_HEAD = ("value_head.weight", "value_head.bias")
 

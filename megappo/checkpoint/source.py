@@ -20,7 +20,7 @@ from megappo.checkpoint.reader import ShardReader, read_metadata
 from megappo.checkpoint.shards import VALUE_HEAD
 from megappo.errors import RunError, first_of, reason
 from megappo.families.adapters import LoraShape, adapter_parameters
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, Piece, model_parameters, pieces
 from megappo.families.weights import ValueHeadWeights, scatter_shard
 

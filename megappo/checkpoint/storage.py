@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megappo.errors import writing
-from megappo.observe.plain_files import own_errors
+from megappo.files.plain_files import own_errors
 
 
 class _Files(FileSystem):

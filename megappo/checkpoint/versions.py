@@ -11,9 +11,10 @@ import torch
 
 from megappo import __version__
 from megappo.checkpoint.files import Marker
+from megappo.config.sections.engine import SERVER_PACKAGES
 from megappo.runtime.packages import installed_version, packages_digest
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", "sglang", "transformer-engine")
+_PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "triton", *SERVER_PACKAGES, "transformer-engine")
 PACKAGES = "installed packages"
 """Key for the digest of all installed packages in a checkpoint. Checkpoints of older versions have no digest."""
 TORCH_VERSIONS = ((2, 11), (2, 14))

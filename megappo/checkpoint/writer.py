@@ -27,11 +27,11 @@ from megappo.checkpoint.files import CheckpointError, Marker, Stamp
 from megappo.checkpoint.reader import METADATA
 from megappo.checkpoint.storage import storage_writer
 from megappo.config.schema import CheckpointSettings
-from megappo.observe.plain_files import synced
-from megappo.runtime.groups import make_host_group
+from megappo.files.plain_files import synced
 from megappo.runtime.launchers import note_for_job
-from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.groups import make_host_group
+from megappo.runtime.ranks.objects import all_gather_objects, attempt
 from megappo.runtime.waiting import wait_until
 
 _SHARED_SECONDS = 30.0  # maximum time until the main rank sees all files on a shared disk

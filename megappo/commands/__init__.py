@@ -50,7 +50,9 @@ COMMANDS = {
     "doctor": Command(
         "report what is fine, slow or broken on this machine or on all ranks", on_ranks=True, takes_overrides=True
     ),
-    "serve": Command("run one SGLang server for trainers on other machines, and restart it", takes_overrides=True),
+    "serve": Command(
+        "run one server of responses for trainers on other machines, and restart it", takes_overrides=True
+    ),
     "eval": Command("score a model on data.validation and data.validation_sets", on_ranks=True, takes_overrides=True),
     "export": Command("write a checkpoint of a run as a Hugging Face folder, or for Megatron-LM"),
     "data": Command("write GSM8K, MATH, DAPO or Countdown in the format of configurations"),

@@ -22,7 +22,7 @@ from megappo.doctor.software import software_findings
 from megappo.preflight.resolved import outline_run
 from megappo.runtime.device import own_device
 from megappo.runtime.launchers import Ranks, read_ranks
-from megappo.runtime.objects import all_gather_objects
+from megappo.runtime.ranks.objects import all_gather_objects
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

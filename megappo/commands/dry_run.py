@@ -16,10 +16,10 @@ from megappo.doctor.machine import disk
 from megappo.doctor.settings import fit_finding, weight_findings
 from megappo.doctor.software import generation_finding, logger_findings
 from megappo.plan.engines import other_engine
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import Machine
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import Machine
 from megappo.plan.planner import default_machine, make_plan
 from megappo.preflight.inputs import RunInputs, read_inputs
 from megappo.preflight.resolved import outline_run

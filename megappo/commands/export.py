@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megappo.api.functions import export
-from megappo.checkpoint.export import FORMATS, ROLES
+from megappo.checkpoint.exports.export import FORMATS, ROLES
 from megappo.commands import path_option
 
 

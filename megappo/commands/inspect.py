@@ -10,20 +10,22 @@ from functools import cached_property
 from pathlib import Path
 
 from megappo.commands import path_option, whole_option
-from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.load import load_config
-from megappo.config.rules.experience import SavedStep, folder_of_run, saved_steps
+from megappo.config.rules.experience import folder_of_run
 from megappo.config.schema import Config
+from megappo.config.sections.algorithm import AlgorithmSettings
 from megappo.errors import ConfigError, first_of, nearest_numbers, one_line, reason, shortened
 from megappo.observe.changes import read_changes
 from megappo.observe.saved_samples import (
     SampleLine,
     SampleTokens,
+    SavedStep,
     StepSums,
     TokenSpread,
     read_lines,
     read_sample,
     read_sums,
+    saved_steps,
 )
 
 _MOST_ROWS = 1_000_000
@@ -148,8 +150,7 @@ class SavedRun:
 
     def describe_step(self, step: SavedStep, search: SampleSearch) -> Iterator[str]:
         """Yield the text for a step: one line per matching sample, and sums over all saved samples."""
-        files = [step.file(rank) for rank in range(step.ranks)]
-        lines = [line for path in files for line in read_lines(path)]
+        lines = [line for path in step.files for line in read_lines(path)]
         matches = search.among(lines)
         shown = matches[: search.rows]
         of_all = step.prompts_per_step * step.samples_per_prompt
@@ -162,13 +163,13 @@ class SavedRun:
         if len(matches) > len(shown):
             yield f"and {len(matches) - len(shown)} more; --rows {len(matches)} shows all"
         if lines:
-            yield from ("", "all saved samples together:", *_sum_rows(read_sums(files)))
+            yield from ("", "all saved samples together:", *_sum_rows(read_sums(step.files)))
         yield from ("", "--sample K shows one sample token by token; `megappo guide gae` explains the numbers")
 
     def describe_sample(self, step: SavedStep, number_text: str) -> Iterator[str]:
         """Yield the text for one sample, token by token."""
         sample_id, known = whole_option("--sample", number_text, 0, _LARGEST_STEP), list[int]()
-        for path in map(step.file, range(step.ranks)):
+        for path in step.files:
             ids = [line.sample_id for line in read_lines(path)]
             if sample_id in ids:
                 line, tokens, sums = read_sample(path, ids.index(sample_id))
@@ -233,8 +234,7 @@ def _token_rows(tokens: SampleTokens) -> Iterator[str]:
     shown."""
     own = [bool(x) for x in tokens.columns["mask"]]
     columns = {"position": [str(i) for i in range(len(own))], "id": [str(token) for token in tokens.ids]}
-    if tokens.texts is not None:
-        columns["token"] = [repr(shortened(text, _TOKEN_CHARACTERS)) for text in tokens.texts]
+    columns["token"] = [repr(shortened(text, _TOKEN_CHARACTERS)) for text in tokens.texts]
     for name, numbers in tokens.columns.items():
         is_plain = name in ("mask", "loss", "version", "reward")
         shown = [_number(x) if is_plain or is_own else "-" for x, is_own in zip(numbers, own, strict=True)]

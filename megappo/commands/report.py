@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from megappo.commands import path_option
 from megappo.errors import ConfigError, nearest_word, one_line, reason, writing
+from megappo.files.plain_files import plain_text
 from megappo.observe.changes import change_notes
-from megappo.observe.charts import curve
 from megappo.observe.metric_docs import over_steps
 from megappo.observe.metrics import metric_value, read_metrics
-from megappo.observe.plain_files import plain_text
-from megappo.observe.step_profile import newest_page
+from megappo.observe.terminal.charts import curve
+from megappo.observe.timing.step_profile import newest_page
 
 if TYPE_CHECKING:
     from megappo.observe.page.runs import RunMetrics

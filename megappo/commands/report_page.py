@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 
 from megappo import __version__
 from megappo.config.load import flat_settings, load_config
-from megappo.config.rules.experience import folder_of_run, saved_steps
+from megappo.config.rules.experience import folder_of_run
 from megappo.config.schema import Config
 from megappo.errors import one_line, reason, shortened
+from megappo.files.plain_files import check_plain
 from megappo.observe.changes import change_notes
 from megappo.observe.evaluations import evaluation_label, evaluation_results
 from megappo.observe.page.curves import Line, curves, descriptions, first_shown, ordered, points_of
 from megappo.observe.page.document import document
 from megappo.observe.page.records import jumps, profile, written_samples
 from megappo.observe.page.runs import RunMetrics
-from megappo.observe.plain_files import check_plain
-from megappo.ppo.advice import ADVICE, Advisor, advice_text
+from megappo.observe.saved_samples import saved_steps
+from megappo.ppo.reports.advice import ADVICE, Advisor, advice_text
 
 _Part = TypeVar("_Part")
 _WINDOW_STEPS = 5
@@ -101,8 +102,7 @@ def _experience(directory: Path, config: Config | None, notes: list[str], share:
 
 def _saved(directory: Path, config: Config | None) -> dict[int, list[Path]]:
     """Return the files of each saved step."""
-    steps = saved_steps(folder_of_run(directory, config))
-    return {number: [step.file(rank) for rank in range(step.ranks)] for number, step in steps.items()}
+    return {number: step.files for number, step in saved_steps(folder_of_run(directory, config)).items()}
 
 
 def _status(directory: Path, lines: Mapping[int, Line], config: Config | None) -> str:

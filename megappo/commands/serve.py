@@ -27,23 +27,23 @@ from typing import Any
 
 from megappo.commands import add_config_arguments, seconds_option, whole_option
 from megappo.config import Config, ConfigError, load_config
-from megappo.config.model_files import load_architecture, role_folder
+from megappo.config.role_models import load_architecture, role_folder
 from megappo.config.rules.servers import server_rules
 from megappo.engines.sglang.client import ServerFailure
-from megappo.engines.sglang.fleet import KEY_VARIABLE
-from megappo.engines.sglang.keeper import POLL_SECONDS, keep_running
-from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
-from megappo.engines.sglang.server import Server, start_server
-from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.servers.fleet import KEY_VARIABLE
+from megappo.engines.sglang.servers.keeper import POLL_SECONDS, keep_running
+from megappo.engines.sglang.servers.rendezvous import MultiNodeRendezvous, ServerPart
+from megappo.engines.sglang.servers.server import Server, start_server
+from megappo.engines.sglang.servers.spec import ServerSpec
+from megappo.engines.sglang.version import require_sglang
 from megappo.errors import RunError
-from megappo.observe.messages import show_message
+from megappo.network.keys import key_of
+from megappo.network.store import free_port, listening_problem
+from megappo.observe.terminal.messages import show_message
 from megappo.plan.inputs import NO_FLOAT32, unserved
 from megappo.preflight.inputs import read_tokens
 from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.device import device_bytes, runs_on_cuda
-from megappo.runtime.keys import key_of
-from megappo.runtime.sglang_cpu import require_sglang
-from megappo.runtime.store import free_port, listening_problem
 from megappo.runtime.waiting import wait_until
 
 _JOIN_SECONDS = 5.0
@@ -99,7 +99,7 @@ def _signals(stop: StopRequest) -> Iterator[None]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megappo serve`."""
-    parser.add_argument("--host", help="interface to listen on (default: rollout.sglang.host)")
+    parser.add_argument("--host", help="interface to listen on (default: rollout.servers.host)")
     parser.add_argument("--port", default="30000", help="port; 0 selects a free port (default: %(default)s)")
     parser.add_argument("--index", default="0", help="number in the name of the log (default: %(default)s)")
     parser.add_argument("--linger", default="0", metavar="SECONDS", help="time to continue after SIGTERM (default: 0)")
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     config = load_config(arguments.config, arguments.overrides)
     if arguments.ranks:
-        print(config.rollout.servers.nodes, config.rollout.servers.node_ranks)
+        print(config.rollout.server_settings.nodes, config.rollout.server_settings.node_ranks)
         return
     service = make_service(
         resolve_for_device(config),
@@ -137,7 +137,7 @@ def _parts(arguments: argparse.Namespace, nodes: int) -> dict[str, Any]:
     node = whole_option("--part", arguments.part, 0, nodes - 1)
     if (arguments.meet is None) != (nodes == 1):
         rule = "--meet is for more than one" if nodes == 1 else "their parts need --part N and --meet HOST:PORT"
-        raise ConfigError(f"rollout.sglang.nodes is {nodes}, {rule}")
+        raise ConfigError(f"rollout.servers.nodes is {nodes}, {rule}")
     if arguments.meet is None:
         return {}
     address, _, port = arguments.meet.rpartition(":")
@@ -148,8 +148,8 @@ def _parts(arguments: argparse.Namespace, nodes: int) -> dict[str, Any]:
 
 def make_service(config: Config, *, host: str | None, port: int, index: int, linger_seconds: float) -> Service:
     """Check the settings and return their server. Raises the errors of `run`."""
-    if not config.rollout.has_servers:
-        raise ConfigError(f"rollout.engine is '{config.rollout.engine}', serve needs sglang; set rollout.engine=sglang")
+    if config.rollout.is_custom or not config.rollout.capabilities.separate_processes:
+        raise ConfigError(f"{config.rollout.engine_text} cannot be served; set rollout.servers.kind=sglang")
     require_sglang()
     actor, on_cuda = load_architecture(config.model.path, config.model), runs_on_cuda(config.runtime)
     problems = list(server_rules(config, actor))
@@ -158,7 +158,7 @@ def make_service(config: Config, *, host: str | None, port: int, index: int, lin
         problems.append(f"SGLang cannot serve this model: {why}; {dtype}name another model")
     if problems:
         raise ConfigError(problems)
-    host = host or config.rollout.servers.host or "127.0.0.1"
+    host = host or config.rollout.server_settings.host or "127.0.0.1"
     check_address(host, port)
     folder, stops = role_folder(config, "actor", weights=False), read_tokens(config, training=False).stop_token_ids
     spec = ServerSpec.of(config, folder, stops, on_cuda=on_cuda, device_bytes=device_bytes())
@@ -208,8 +208,8 @@ def _placed(spec: ServerSpec) -> ServerSpec:
     first, ranks, count = spec.settings.first_device or 0, spec.settings.node_ranks, torch.cuda.device_count()
     if first + ranks > count:
         raise ConfigError(
-            f"rollout.sglang.tensor_parallel {spec.settings.tensor_parallel} on {spec.settings.nodes} machines from "
-            f"first_device {first} needs {first + ranks} GPUs, but this machine has {count}; set rollout.sglang.nodes"
+            f"rollout.servers.tensor_parallel {spec.settings.tensor_parallel} on {spec.settings.nodes} machines from "
+            f"first_device {first} needs {first + ranks} GPUs, but this machine has {count}; set rollout.servers.nodes"
         )
     return replace(spec, devices=tuple(range(first, first + ranks)))
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from megappo.config.fields import find_field
 from megappo.config.foreign.answers import Counterpart
-from megappo.config.misspelt import SHORTEST, misspelt_word
-from megappo.config.other_names import counterpart
+from megappo.config.reading.misspelt import SHORTEST, misspelt_word
+from megappo.config.reading.other_names import counterpart
 from megappo.config.reference import SettingFacts, sections
 from megappo.config.schema import Config
 from megappo.errors import ConfigError, first_of, nearest_choices

@@ -98,7 +98,7 @@ def _steps(text: str) -> list[int]:
 
 def _refuse_lost_run(config: Config) -> None:
     from megappo.checkpoint.files import checkpoints_directory
-    from megappo.ppo.start import lost_steps
+    from megappo.ppo.assembly.start import lost_steps
 
     if not any(checkpoints_directory(config.run.path).glob("*/checkpoint.json")):
         problem, _ = lost_steps(config)

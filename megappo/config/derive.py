@@ -9,14 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megappo.config.chat_template import template_rules
-from megappo.config.data import DataSettings
-from megappo.config.engine import ENGINES
-from megappo.config.environment import environment_rules
 from megappo.config.grid import Grid, format_ranks
-from megappo.config.model_files import load_architectures
-from megappo.config.reward import reward_rules
-from megappo.config.roles import CriticSettings
+from megappo.config.role_models import load_architectures
 from megappo.config.rules import experts, trained_weights
 from megappo.config.rules.algorithm import algorithm_rules, kl_target_notes
 from megappo.config.rules.batches import batch_rules, warmup_rules
@@ -25,11 +19,22 @@ from megappo.config.rules.in_flight import in_flight_rules
 from megappo.config.rules.layouts import coverage_rules, parallel_rules, placement_rules, vocabulary_rules
 from megappo.config.rules.metrics import keep_best_rules
 from megappo.config.rules.role_spec import RoleSpec
-from megappo.config.rules.rollout import engine_rules, length_rules, sampling_rules
+from megappo.config.rules.rollout import (
+    engine_rules,
+    environment_rules,
+    length_rules,
+    response_length_rules,
+    sampling_rules,
+    stop_token_rules,
+)
 from megappo.config.rules.sections import section_rules
 from megappo.config.rules.servers import server_rules
 from megappo.config.schema import Config
-from megappo.config.tokens import response_length_rules, stop_token_rules
+from megappo.config.sections.data import DataSettings
+from megappo.config.sections.engine import DEFAULT_ENGINE, DEFAULT_SERVERS, ENGINES, IN_PROCESS
+from megappo.config.sections.reward import reward_rules
+from megappo.config.sections.roles import CriticSettings
+from megappo.config.templates import template_rules
 from megappo.errors import ConfigError
 from megappo.families.architecture import ModelShape, padded_vocab_size
 
@@ -77,8 +82,7 @@ class Derived:
 
 def resolve(config: Config, *, on_cuda: bool) -> Config:
     """Return the settings with the engine that follows from the device."""
-    engine = config.rollout.engine_on(on_cuda=on_cuda)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    return config.model_copy(update={"rollout": config.rollout.with_engine(on_cuda=on_cuda)})
 
 
 def derive(
@@ -214,13 +218,16 @@ def role_numbers(config: Config, role: RoleSpec, world_size: int, steps: int) ->
 
 def _notes(config: Config, roles: list[RoleSpec], world_size: int) -> Iterator[str]:
     prompts = config.rollout.prompts_per_step
-    if config.rollout.engine == "transformers" and prompts < world_size and config.rollout.load_from is None:
+    if config.rollout.engine in IN_PROCESS and prompts < world_size and config.rollout.load_from is None:
         yield (
             f"{world_size - prompts} of {world_size} ranks have nothing to generate: every rank has an engine, and "
             f"rollout.prompts_per_step is {prompts}"
         )
-    if config.rollout.engine is not None and config.rollout.engine not in ENGINES:
-        yield f"memory and time of rollout.engine '{config.rollout.engine}' are planned as for the embedded engine"
+    if config.rollout.is_custom:
+        known = ENGINES[DEFAULT_ENGINE if config.rollout.servers is None else DEFAULT_SERVERS]
+        yield f"memory and time of {config.rollout.engine_text} are planned as for {known.label}"
+    if config.old_names:
+        yield f"{'; '.join(config.old_names)}: use the current names"
     if config.data.evaluated and config.evaluation is None:
         key = "data.validation" if config.data.validation is not None else "data.validation_sets"
         yield f"{key} is used only by `megappo eval`, because the section evaluation is missing"
@@ -319,18 +326,18 @@ def _format_length(config: Config, derived: Derived) -> str:
 
 
 def _format_engine(config: Config) -> str:
-    rollout, servers = config.rollout, config.rollout.servers
+    rollout, servers = config.rollout, config.rollout.server_settings
     if rollout.load_from is not None:
         return f"no engine: samples of {rollout.load_from}"
-    if not rollout.has_servers:
-        return f"{rollout.engine} on every rank"
+    if not rollout.capabilities.separate_processes:
+        return f"{rollout.engine_name} on every rank"
     if servers.urls:
         where = f"{len(servers.urls)} external servers"
     else:
-        count = "as many servers as fit" if servers.engines is None else f"{servers.engines} servers"
+        count = "as many servers as fit" if servers.count is None else f"{servers.count} servers"
         where = f"{count}, TP {servers.tensor_parallel}, {servers.placement}"
     ahead = f", {rollout.ahead} steps of prompts in flight" if rollout.in_flight else ", one step ahead"
-    return f"{rollout.engine}, {where}" + (ahead if rollout.ahead else "")
+    return f"{rollout.engine_name}, {where}" + (ahead if rollout.ahead else "")
 
 
 def print_rows(rows: Iterable[tuple[str, str]], console: Console | None = None) -> None:
@@ -380,14 +387,11 @@ def _format_algorithm(config: Config) -> str:
     algorithm = config.algorithm
     at = ", by turns" if algorithm.discount_at == "turn" else ""
     parts = [f"{algorithm.estimator} (gamma {algorithm.gamma:g}, lambda {algorithm.lam.summary}{at})"]
-    if algorithm.policy_loss == "clip":
-        parts.append(f"clip {algorithm.clip_low:g} low, {algorithm.clip_high:g} high")
-    elif algorithm.policy_loss == "penalty":
+    if algorithm.policy_loss == "penalty":
         parts.append(f"adaptive penalty towards {algorithm.penalty.target:g} nats per token")
-    elif algorithm.band_edges is not None:
-        parts.append("policy loss {} ({:g} low, {:g} high)".format(algorithm.policy_loss, *algorithm.band_edges))
     else:
-        parts.append(f"policy loss {algorithm.policy_loss}")
+        settings = [f"{key} {value:g}" for key, value in algorithm.loss_settings.items()]
+        parts.append(f"policy loss {algorithm.policy_loss}" + (f" ({', '.join(settings)})" if settings else ""))
     if algorithm.kl_in_reward is not None:
         kl = algorithm.kl_in_reward
         aim = f" towards {kl.target_nats:g} nats per {kl.per}" if kl.controller == "adaptive" else ""

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from megappo.config.base import Settings
 from megappo.config.schema import Config
 from megappo.errors import shortened
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 Key = tuple[str, ...]
 

@@ -18,29 +18,37 @@ from pydantic import ValidationError
 
 from megappo import __version__
 from megappo.config.base import SettingValue
-from megappo.config.chat_template import read_template
-from megappo.config.explain import explain, likely_keys, unknown_keys
 from megappo.config.fields import Key, dotted, find_field, names_in, section_of, takes
+from megappo.config.reading.explain import explain, likely_keys, unknown_keys
+from megappo.config.reading.yaml_core import (
+    DEEPEST_NESTING,
+    LONGEST_TEXT_CHARACTERS,
+    dump_yaml,
+    parse_value,
+    parse_yaml,
+)
+from megappo.config.renamed import replace_old_names, replace_old_override, replace_old_section
 from megappo.config.schema import Config
-from megappo.config.yaml_core import DEEPEST_NESTING, LONGEST_TEXT_CHARACTERS, dump_yaml, parse_value, parse_yaml
+from megappo.config.templates import read_template
 from megappo.errors import ConfigError, expanded, link_to_nothing, secret_settings, shortened, show, writing
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 from megappo.plugins import own_file
 
 _ALTERNATIVES: tuple[tuple[Key, Key], ...] = (
     (("run", "steps"), ("run", "epochs")),
     *(((role, "minibatch_sequences"), (role, "minibatches")) for role in ("actor", "critic")),
     *(((role, "optimizer", "warmup_updates"), (role, "optimizer", "warmup_ratio")) for role in ("actor", "critic")),
+    (("rollout", "engine"), ("rollout", "servers")),
 )
 """Pairs of settings that exclude each other."""
 _PLANNED_LIMITS = {"collective_timeout_seconds", "phase_timeout_seconds"}
 """Settings of `runtime` that a run takes from its plan if the user does not set them."""
 _UNDECODED = re.compile("[\ud800-\udfff]")
 """Bytes of a command line that Python could not decode."""
-_URLS, _ENGINES = ("rollout", "sglang", "urls"), ("rollout", "sglang", "engines")
-_REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _ENGINES}
-"""Pairs of settings. An override of the first setting removes the second one from the file: an alternative setting, or
-the number of servers if external servers are named."""
+_URLS, _COUNT = ("rollout", "servers", "urls"), ("rollout", "servers", "count")
+_REPLACED = {**dict(_ALTERNATIVES), **{other: key for key, other in _ALTERNATIVES}, _URLS: _COUNT}
+"""Pairs of settings. An override of the first setting, or of a setting in this section, removes the second one from the
+file: an alternative setting, or the number of servers if external servers are named."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -55,13 +63,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     values.
     """
     path = expanded(path, "the configuration")
-    data = _read_sections(path)
+    old_names: list[str] = []
+    data = _read_sections(path, old_names)
     override_settings: list[tuple[Key, JSONValue]] = []
     files = _files_of(data, path)
     problems: dict[str, list[Key]] = {}
     for override in overrides:
         try:
-            override_settings += _override(data, override, Path(path).parent, files)
+            override_settings += _override(data, override, Path(path).parent, files, old_names)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems, _meant(override))
     _remove_replaced(data, dict(override_settings))
@@ -75,22 +84,23 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError([*problems, *explain(error, refused)]) from None
     if problems:
         raise ConfigError(problems)
-    return config
+    return config.with_old_names(old_names)
 
 
 def _override(
-    data: dict[str, JSONValue], override: str, folder: Path, files: list[JSONValue]
+    data: dict[str, JSONValue], override: str, folder: Path, files: list[JSONValue], old_names: list[str]
 ) -> list[tuple[Key, JSONValue]]:
-    """Apply an override to `data` and return its settings. The path of a file override is added to `files`.
+    """Apply an override to `data` and return its settings. The path of a file override is added to `files`, and names
+    of older versions to `old_names`.
 
     Raises ConfigError if the override is invalid.
     """
     if "=" not in override and override.endswith((".yaml", ".yml")):
         path = expanded(override, "the configuration")
-        layer = _read_sections(path)
+        layer = _read_sections(path, old_names)
         files += _files_of(layer, path)
         return _laid_over(data, layer)
-    key, value = _parse_override(override)
+    key, value = _parse_override(override, old_names)
     _set(data, key, _with_own_files(value, folder))
     read_template(data, folder)
     return [(key, value)]
@@ -99,7 +109,7 @@ def _override(
 def _meant(override: str) -> list[Key]:
     """Return the settings that the user may have meant by an invalid override."""
     name, _, text = override.partition("=")
-    key = tuple(name.strip("+~ ").split("."))
+    key, _ = replace_old_override(tuple(name.strip("+~ ").split(".")), text)
     if find_field(key) is not None:
         return [key]
     try:
@@ -123,14 +133,17 @@ def _name_after(data: dict[str, JSONValue], path: Path, files: list[JSONValue]) 
         run["files"] = files
 
 
-def _read_sections(path: str | os.PathLike[str]) -> dict[str, JSONValue]:
-    """Return the settings in a file, with absolute paths of Python files and the text of a chat template."""
+def _read_sections(path: str | os.PathLike[str], old_names: list[str]) -> dict[str, JSONValue]:
+    """Return the settings in a file, with absolute paths of Python files and the text of a chat template. Names of
+    older versions are replaced, and added to `old_names`."""
     data: JSONValue = parse_yaml(read_text(Path(path)), str(path))
     if data is None:
         needed = ", ".join(name for name, field in Config.model_fields.items() if field.is_required())
         raise ConfigError(f"{path} is empty; it needs the sections {needed}")
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {show(data)}, must be sections of `key: value` lines")
+    data, renamed = replace_old_names(data)
+    old_names += renamed
     with_files = _with_own_files(data, Path(path).parent)
     assert isinstance(with_files, dict)
     read_template(with_files, Path(path).parent)
@@ -199,8 +212,9 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a YAML file") from None
 
 
-def _parse_override(override: str) -> tuple[Key, JSONValue]:
-    """Parse `a.b=1` into (("a", "b"), 1). Raises ConfigError if the key does not exist."""
+def _parse_override(override: str, old_names: list[str]) -> tuple[Key, JSONValue]:
+    """Parse `a.b=1` into (("a", "b"), 1). A name of an older version is replaced, and added to `old_names`. Raises
+    ConfigError if the key does not exist."""
     name, equals, text = override.partition("=")
     key, shown = tuple(name.strip().split(".")), f"override '{shortened(override)}'"
     if _UNDECODED.search(override):
@@ -214,6 +228,7 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
         raise ConfigError(f"{shown} must have the form section.key=value, such as run.steps=10")
     if len(key) > DEEPEST_NESTING:
         raise ConfigError(f"{shown} has {len(key)} nested keys, must have at most {DEEPEST_NESTING}")
+    key, renamed = replace_old_override(key, text)
     for depth in range(1, len(key) + 1):
         field = find_field(key[:depth])
         if field is None:
@@ -226,6 +241,9 @@ def _parse_override(override: str) -> tuple[Key, JSONValue]:
                 raise ConfigError(f"{shown}: {dotted(key[:depth])} is a value, not a section; remove the keys after it")
             break
     value = parse_value(text, shown)
+    if renamed is not None:
+        old_names.append(renamed)
+        value = replace_old_section(key, value)
     return key, text.strip() if isinstance(value, (bool, int, float)) and _is_text_only(key, depth, value) else value
 
 
@@ -265,8 +283,14 @@ def _no_secret(key: str) -> str:
 def _remove_replaced(data: dict[str, JSONValue], overrides: Mapping[Key, JSONValue]) -> None:
     """Remove settings of the file that an override replaces by another setting."""
     for key, other in _REPLACED.items():
-        if overrides.get(key) not in (None, []) and other not in overrides:
+        is_set = any(value not in (None, []) for name, value in overrides.items() if _is_in(name, key))
+        if is_set and not any(_is_in(name, other) for name in overrides):
             _remove(data, other)
+
+
+def _is_in(key: Key, section: Key) -> bool:
+    """Return whether a key is a setting or a setting inside a section."""
+    return key[: len(section)] == section
 
 
 def _remove(data: dict[str, JSONValue], key: Key) -> None:

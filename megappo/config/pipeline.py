@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megappo.config.roles import ActorSettings, CriticSettings
 from megappo.config.schema import Config
-from megappo.families.architecture import ArchitectureConfig
+from megappo.config.sections.roles import ActorSettings, CriticSettings
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.flops import update_flops
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from string import Formatter
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 
 def sums(*, max_operand: int, template: str = "{a}+{b}=", modulus: int | None = None) -> Iterator[dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 SOURCE = "countdown"
 _ASKS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megappo.config.data import CurriculumSettings
+from megappo.config.sections.data import CurriculumSettings
 from megappo.data.cursor import Cursor
 from megappo.data.mixture import MixedCursor
 

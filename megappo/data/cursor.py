@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 _GENERATOR_BITS = 32
 # Seeds below 2^12 and epochs below 2^20 fit the 32 bits of the generator without collisions. Higher bits of a seed are

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from megappo.config.data import HUB_PREFIX
-from megappo.config.hub import HubName, http_package
+from megappo.config.sections.data import HUB_PREFIX
 from megappo.errors import first_of, how_to_install, reason
+from megappo.models.hub import HubName, http_package
 from megappo.network.proxies import client_proxy_problem
 from megappo.plugins import users_code
 

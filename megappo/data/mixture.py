@@ -20,7 +20,7 @@ from typing import Any
 
 from megappo.data.cursor import Cursor, other_data
 from megappo.data.prompts import PromptDataset
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 from megappo.types import Prompt
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from megappo.data.countdown import puzzles
 from megappo.data.tables import json_lines, shown, table_rows
 from megappo.errors import either, first_of, nearest_word, reason, writing
-from megappo.observe.json_values import JSONValue
-from megappo.observe.parquet_files import read_parquet
+from megappo.files.json_values import JSONValue
+from megappo.files.parquet_files import read_parquet
 
 Rows = Iterator[dict[str, JSONValue]]
 Located = Iterable[tuple[str, dict[str, JSONValue]]]
@@ -195,7 +195,7 @@ def _files(folder: Path, split: Split) -> list[Path]:
 def _fetched(split: Split) -> Path:
     from huggingface_hub import constants, snapshot_download
 
-    from megappo.config.hub import PATIENCE_SECONDS, http_package, silence
+    from megappo.models.hub import PATIENCE_SECONDS, http_package, silence
 
     is_set = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
     offline = is_set or silence(constants.ENDPOINT, PATIENCE_SECONDS)

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.context import continuation_text
-from megappo.config.data import DataSettings, DataSourceSettings
-from megappo.config.tokens import TokenRows, continued_ids, reads_clock, rendered, template_now, tokens_around
+from megappo.config.sections.data import DataSettings, DataSourceSettings
 from megappo.data.sources import Chat, Record, checked_text, read_records
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.models.context import continuation_text
+from megappo.models.tokens import TokenRows, continued_ids, reads_clock, rendered, template_now, tokens_around
 from megappo.plugins import users_code
 from megappo.types import CHAT_MESSAGES, Prompt
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megappo.config.data import HUB_PREFIX, DataSourceSettings
-from megappo.config.tokens import Message, call_arguments
+from megappo.config.sections.data import HUB_PREFIX, DataSourceSettings
 from megappo.data.hub_sets import read_table
 from megappo.data.prepare import SETS
 from megappo.data.tables import json_lines, shown, table_rows
 from megappo.errors import how_to_install, link_to_nothing, nearest_word
-from megappo.observe.json_values import JSONValue
-from megappo.observe.parquet_files import read_parquet
+from megappo.files.json_values import JSONValue
+from megappo.files.parquet_files import read_parquet
+from megappo.models.tokens import Message, call_arguments
 from megappo.plugins import check_call, is_import_path, load_function, users_code
 
 if TYPE_CHECKING:

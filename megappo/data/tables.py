@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.errors import reason, shortened
-from megappo.observe.json_values import JSONValue
-from megappo.observe.plain_files import check_plain
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import check_plain
 
 if TYPE_CHECKING:
     import pyarrow

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.data import DataSettings
-from megappo.config.tokens import TokenRows
+from megappo.config.sections.data import DataSettings
 from megappo.data.cursor import Cursor
 from megappo.data.mixture import MixedCursor, MixedPrompts
 from megappo.data.prompts import PromptDataset
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.models.tokens import TokenRows
 
 TrainingPrompts = PromptDataset | MixedPrompts
 TrainingCursor = Cursor | MixedCursor

@@ -95,9 +95,8 @@ def _has_servers_on_free_gpus(config: Config | None) -> bool:
     """Return whether a run starts servers that may use GPUs without a rank."""
     if config is None:
         return False
-    reward, servers = config.reward, config.rollout.servers
-    of_rewards = reward.model_server is not None or any(judge.server for judge in reward.judges.values())
-    return of_rewards or (config.rollout.has_servers and servers.placement != "colocated" and not servers.urls)
+    servers, of_rewards = config.rollout.server_settings, bool(config.reward.own_servers)
+    return of_rewards or (config.rollout.broadcasts and not servers.urls)
 
 
 def _links(ranks: Ranks) -> Iterator[Finding]:

@@ -11,11 +11,11 @@ import torch
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, from_sentence
-from megappo.engines.sglang import compilers
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
-from megappo.engines.sglang.fleet import KEY_VARIABLE, key_problem
-from megappo.engines.sglang.gpus import check_visible
-from megappo.engines.sglang.inspection import (
+from megappo.engines.sglang.servers import compilers
+from megappo.engines.sglang.servers.fleet import KEY_VARIABLE, key_problem
+from megappo.engines.sglang.servers.gpus import check_visible
+from megappo.engines.sglang.servers.inspection import (
     check_hooks,
     check_lengths,
     check_sampling,
@@ -23,12 +23,12 @@ from megappo.engines.sglang.inspection import (
     what_it_says,
 )
 from megappo.errors import RunError
+from megappo.network.keys import key_of
+from megappo.network.store import listening_problem
+from megappo.plan.bytes.shared_memory import SHARED_MEMORY, room_problem, shared_buckets_bytes, socket_problem
 from megappo.plan.inputs import Models, make_setup
-from megappo.plan.shared_memory import SHARED_MEMORY, room_problem, shared_buckets_bytes, socket_problem
-from megappo.runtime.keys import key_of
 from megappo.runtime.launchers import Ranks
-from megappo.runtime.nccl import own_stack
-from megappo.runtime.store import listening_problem
+from megappo.runtime.ranks.nccl import own_stack
 
 NCCL = "nccl"
 _REACH_SECONDS = 3.0
@@ -36,10 +36,10 @@ _ANSWER_SECONDS = 10.0
 
 
 def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: int) -> Iterator[Finding]:
-    """Yield findings on SGLang servers. Yield nothing if the settings choose another engine."""
-    if not config.rollout.has_servers:
+    """Yield findings on the servers of a run. Yield nothing for an engine in the trainers, and for custom servers."""
+    settings = config.rollout.server_settings
+    if not config.rollout.capabilities.separate_processes or not settings.is_built_in:
         return
-    settings = config.rollout.servers
     if by_nccl():
         yield nccl_finding()
     try:
@@ -57,9 +57,9 @@ def engine_findings(config: Config, models: Models, ranks: Ranks, world_size: in
         for url in settings.urls:
             yield server_finding(url, key_of(KEY_VARIABLE), longest_tokens, config.rollout.min_response_tokens)
     elif settings.host is not None:
-        yield from _address("rollout.sglang.host", settings.host)
+        yield from _address("rollout.servers.host", settings.host)
     if ranks.rank == 0 and settings.sync_address is not None:
-        yield from _address("rollout.sglang.sync_address", settings.sync_address)
+        yield from _address("rollout.servers.sync_address", settings.sync_address)
 
 
 def compiler_finding(environment: Mapping[str, str]) -> Finding:
@@ -84,14 +84,14 @@ def bucket_findings(needed_bytes: float, environment: Mapping[str, str]) -> Iter
 
 
 def server_finding(url: str, key: str, longest_tokens: int, least_tokens: int) -> Finding:
-    """Return a finding on a server of `rollout.sglang.urls`. The server must be reachable, accept the key, and support
+    """Return a finding on a server of `rollout.servers.urls`. The server must be reachable, accept the key, and support
     the settings of the run. `longest_tokens` is the length of the longest prompt and response together. `least_tokens`
     is the minimum length of a response."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 80), timeout=_REACH_SECONDS).close()
     except OSError as error:
-        text = f"{url} of rollout.sglang.urls cannot be reached ({error.strerror or error})"
+        text = f"{url} of rollout.servers.urls cannot be reached ({error.strerror or error})"
         return broken("engines", text, "start the server (megappo serve), or fix the address")
     endpoint = Endpoint(0, url.rstrip("/"), key, 0)
     try:
@@ -101,7 +101,7 @@ def server_finding(url: str, key: str, longest_tokens: int, least_tokens: int) -
     except ServerFailure:
         answer = {}
     if "model_path" not in answer:
-        text = f"{url} of rollout.sglang.urls is the port of another program: the response is not from SGLang"
+        text = f"{url} of rollout.servers.urls is the port of another program: the response is not from SGLang"
         return broken("engines", text, "end that program, or start the server on another port (megappo serve --port)")
     return _fit_finding(endpoint, url, longest_tokens, least_tokens) or fine(
         "engines", f"{url} serves {answer['model_path']}"

@@ -9,11 +9,9 @@ from contextlib import ExitStack
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config, derive
-from megappo.config.chat_template import thinking_notes
-from megappo.config.context import token_text
-from megappo.config.end_of_turn import end_of_turn_notes
-from megappo.config.model_files import load_architecture, load_tokenizer, role_folder
-from megappo.config.reward import MODEL
+from megappo.config.role_models import load_architecture, load_tokenizer, role_folder
+from megappo.config.sections.reward import MODEL
+from megappo.config.templates import end_of_turn_notes, thinking_notes
 from megappo.data import PromptDataset
 from megappo.data.mixture import MixedPrompts
 from megappo.data.sources import Record, read_records
@@ -24,14 +22,15 @@ from megappo.doctor.software import reward_findings
 from megappo.environments.protocol import Environment
 from megappo.environments.registry import make_environment_context
 from megappo.errors import one_line, shortened
+from megappo.models.context import token_text
 from megappo.plan.inputs import Models
 from megappo.plugins import is_import_path, own_file
-from megappo.ppo.components import check_answers
-from megappo.ppo.methods import check_methods
-from megappo.ppo.origins import open_start
+from megappo.ppo.assembly.components import check_answers
+from megappo.ppo.assembly.methods import check_methods
+from megappo.ppo.assembly.origins import open_start
 from megappo.preflight.inputs import RunInputs
+from megappo.rewards.processes.workers import RewardPool, RewardRequest
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
-from megappo.rewards.workers import RewardPool, RewardRequest
 
 _SCORED_SAMPLES = 8
 _ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")

@@ -9,12 +9,12 @@ import urllib.request
 from collections.abc import Iterator
 
 from megappo.config import Config
-from megappo.config.judge import JudgeSettings
+from megappo.config.sections.judge import JudgeSettings
 from megappo.doctor.findings import Finding, broken, fine, from_sentence
 from megappo.errors import either
 from megappo.network.http_client import fetch, proxy_of
-from megappo.rewards.http import body_of
-from megappo.rewards.judge import judge_key
+from megappo.rewards.http import bearer, refusal
+from megappo.rewards.judge import judge_client
 
 _ANSWER_SECONDS = 10.0
 
@@ -28,21 +28,19 @@ def judge_findings(config: Config) -> Iterator[Finding]:
 
 def _judge_finding(judge: JudgeSettings, address: str, key: str) -> Finding:
     try:
-        secret = judge_key(judge)
+        client = judge_client(judge)
     except ValueError as error:
         return from_sentence("judge", "broken", f"{key}: {error}")
-    url = f"{address.rstrip('/')}/models"
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    url = f"{client.url}/models"
     try:
-        answer = fetch(urllib.request.Request(url, headers=headers), timeout_seconds=_ANSWER_SECONDS)
+        answer = fetch(urllib.request.Request(url, headers=bearer(client.key)), timeout_seconds=_ANSWER_SECONDS)
         names = [str(model["id"]) for model in json.loads(answer)["data"]]
     except urllib.error.HTTPError as error:
-        body = body_of(error)
-        shown = body and f": {body}"
+        shown = refusal(error)
         if error.code in (401, 403):
-            text = f"{address} of {key} rejects the key{shown}"
+            text = f"{address} of {key} rejects the key ({shown})"
             return broken("judge", text, f"set {key}.key to a variable with the right key")
-        return broken("judge", f"{url} answers HTTP {error.code} {error.reason}{shown}", f"fix {key}.url")
+        return broken("judge", f"{url} answers {shown}", f"fix {key}.url")
     except (OSError, http.client.HTTPException) as error:
         proxy = proxy_of(url)
         way = f" through the environment's proxy {proxy}" if proxy else ""

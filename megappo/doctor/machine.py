@@ -12,11 +12,11 @@ from pathlib import Path
 
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, slow
-from megappo.plan.shared_memory import SHARED_MEMORY
+from megappo.plan.bytes.shared_memory import SHARED_MEMORY
 from megappo.runtime.holder import NAME
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.lock import has_locks
-from megappo.runtime.memory_limits import memory_limit
+from megappo.runtime.memory.memory_limits import memory_limit
 
 # Docker containers have 64 MB by default (--shm-size), which is too little for buffers of NCCL and engines.
 _SHARED_BYTES = 1 << 30

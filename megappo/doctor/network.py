@@ -19,11 +19,11 @@ from megappo.config import Derived, RoleNumbers
 from megappo.config.grid import format_ranks
 from megappo.doctor.findings import Finding, broken, fine, slow
 from megappo.errors import RunError, reason
-from megappo.runtime.groups import WantedGroups, allow_connections, join_world, make_groups
+from megappo.network.store import listening_problem
 from megappo.runtime.launchers import Ranks
-from megappo.runtime.meeting import meet
-from megappo.runtime.objects import all_gather_objects
-from megappo.runtime.store import listening_problem
+from megappo.runtime.ranks.groups import WantedGroups, allow_connections, join_world, make_groups
+from megappo.runtime.ranks.meeting import meet
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo.runtime.waiting import wait_until
 
 MEET_SECONDS = 60

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config import Config, ConfigError
-from megappo.config.hub import HubName
-from megappo.config.model_files import load_architecture, model_folder, model_paths
+from megappo.config.role_models import load_architecture, model_paths
 from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow, until_refused
+from megappo.models.hub import HubName
+from megappo.models.model_files import model_folder
+from megappo.plan.bytes.rewards import reward_parameters
+from megappo.plan.hardware.machines import Machine
 from megappo.plan.here import this_machine
 from megappo.plan.inputs import Models
-from megappo.plan.machines import Machine
 from megappo.plan.planner import make_plan
-from megappo.plan.rewards import reward_parameters
 from megappo.plan.search import remedy
 from megappo.reshard.sources import SafetensorsSource
 

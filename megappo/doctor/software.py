@@ -18,13 +18,12 @@ import megappo
 from megappo.config import Config
 from megappo.doctor.findings import Finding, broken, fine, from_sentence, slow
 from megappo.engines.registry import find_engine
+from megappo.engines.sglang.version import TRIED_VERSION
 from megappo.errors import how_to_install, reason
 from megappo.observe.loggers import find_logger
 from megappo.observe.wandb_log import import_wandb
-from megappo.plugins import is_import_path
 from megappo.runtime.accelerations import FUSED_GRADIENTS, Accelerations, find_accelerations
 from megappo.runtime.packages import installed_version
-from megappo.runtime.sglang_cpu import TRIED_VERSION
 
 _REQUIREMENTS = Path(megappo.__file__).with_name("requirements.txt")
 REQUIRED = tuple(line for line in _REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
@@ -116,19 +115,18 @@ def logger_findings(config: Config) -> Iterator[Finding]:
 def generation_finding(config: Config | None) -> Finding:
     """Return a finding on the generation engine. SGLang must be installed in the supported version if the settings
     require it."""
-    engine = config.rollout.engine if config is not None else None
-    if config is not None and engine is not None and is_import_path(engine):
+    if config is not None and config.rollout.is_custom:
         try:
             find_engine(config.rollout)
         except ValueError as error:
             return from_sentence("generation", "broken", error)
-        return fine("generation", f"{engine}, a custom engine")
+        return fine("generation", f"{config.rollout.engine_name}, a custom engine")
     judged = config is not None and any(judge.server is not None for judge in config.reward.judges.values())
-    is_needed = judged or (config is not None and config.rollout.has_servers)
+    is_needed = judged or (config is not None and config.rollout.capabilities.separate_processes)
     version = installed_version("sglang")
     if version is None:
         if is_needed:
-            text = "the server of a judge is SGLang" if judged else "rollout.engine is sglang"
+            text = "the server of a judge is SGLang" if judged else "rollout.servers.kind is sglang"
             instead = "set a url for the judge" if judged else "set rollout.engine to transformers"
             return broken("generation", f"{text}, which is not installed", f"{how_to_install('sglang')}, or {instead}")
         return fine("generation", "transformers, embedded in every rank; SGLang is not installed")
@@ -157,13 +155,8 @@ def _kernels() -> Finding:
 
 
 def _megatron() -> Finding:
-    from megappo.runtime.megatron_cpu import hide_cuda_only_packages
-    from megappo.runtime.megatron_patches import silence_megatron
-
-    silence_megatron()
-    if not torch.cuda.is_available():
-        hide_cuda_only_packages()
     try:
+        importlib.import_module("megappo.megatron")  # prepares the import of Megatron-Core
         importlib.import_module("megatron.core.models.gpt.gpt_model")
     except (ImportError, OSError) as error:  # OSError: a missing library of a compiled package
         return broken("megatron", f"cannot be imported ({reason(error)})", "reinstall the named package, or remove it")

@@ -3,35 +3,33 @@ version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.base import EngineBase
+from megappo.engines.protocol import Completion, GenerateRequest, PauseMode, SamplingParams, SyncReport
 from megappo.reshard.stream import WeightStream
 
 
-class AbsentEngine:
+class AbsentEngine(EngineBase):
     """An `Engine` that ignores weights and cannot generate."""
 
-    on_tokens: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, **_given: Any) -> None:
+    def __init__(self, **_arguments: Any) -> None:
         """Create the engine. Accept the arguments of `EngineFactory` and ignore them."""
-        self.version = 0
-        """Version of the last weight update."""
+        super().__init__()
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Future[Completion]]:
         """Raise RuntimeError. The configuration rules reject every setting that would need this engine to generate."""
         raise RuntimeError("rollout.load_from is set, so the run has no generation engine")
 
-    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
+    def poll(self, wait_seconds: float, *, weights_changed: bool = False) -> None:
+        """Do nothing, because no request was submitted."""
+
+    def pause(self, mode: PauseMode) -> None:
+        """Do nothing, because no request was submitted."""
+
+    def update_weights(self, named_tensors: WeightStream, version: int) -> SyncReport:
         """Store the version. No rank reads the stream."""
         self.version = version
-
-    def close(self) -> None:
-        """Release nothing, because the engine has no resources."""
+        return SyncReport(())

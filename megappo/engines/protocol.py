@@ -1,28 +1,30 @@
-"""Protocols of generation engines and of engine factories. `rollout.engine` may name a custom class."""
+"""The interface of generation engines and of engine factories. `rollout.engine` or `rollout.servers.kind` may name a
+custom class.
+
+An engine receives token ids and returns token ids with log-probabilities. Custom engines extend
+`megappo.engines.base.EngineBase`, or `BatchEngine` to generate in the thread of the trainer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
+from megappo.config.sections.engine import EngineCapabilities
+from megappo.runtime.ranks.objects import all_gather_objects
+
 if TYPE_CHECKING:
     from megappo.config import Config
-    from megappo.engines.stopping import StopTexts
+    from megappo.models.stop_texts import StopTexts
     from megappo.reshard.stream import WeightStream
-    from megappo.runtime.interrupts import Stop
     from megappo.runtime.process import Runtime
+    from megappo.runtime.watch.interrupts import Stop
     from megappo.types import Episode, RoutingShape
-
-
-class PendingCompletions(Protocol):
-    """Handle that `AheadEngine.submit` returns."""
-
-    completions: dict[int, Completion]
-    """Completions collected so far, by request number."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class SamplingParams:
     greedy: bool = False
     """Whether to take the most likely token. Log-probabilities remain those of the scaled distribution."""
     routing: RoutingShape | None = None
-    """Sizes of the routing tensor, or None. If set, each answer contains the experts of each token. Only a
-    `RoutingEngine` receives this parameter."""
+    """Sizes of the routing tensor, or None. If set, each answer contains the experts of each token. Only an
+    engine with the capability `routing` receives this parameter."""
     stop_texts: StopTexts | None = None
-    """Texts that end a response in addition to stop tokens, or None. `stopping.stopped` finds the end of the
+    """Texts that end a response in addition to stop tokens, or None. `stretches.stopped` finds the end of the
     response."""
     min_new_tokens: int = 0
     """Number of tokens before the first stop token may be sampled. Until then, log-probabilities are those of the
@@ -65,6 +67,12 @@ class GenerateRequest:
     min_new_tokens: int | None = None
     """Minimum length of this request in tokens, if lower than the minimum of `SamplingParams`. None applies the
     shared minimum."""
+
+    conversation: int | None = None
+    """Number that all turns of an episode share, or None for a single response. A server with a prefix cache should
+    receive all turns of an episode."""
+    replica: int | None = None
+    """Number of the only replica that may answer, from `Engine.replicas`, or None for any replica."""
 
     def most_tokens(self, params: SamplingParams) -> int:
         """Return the maximum number of tokens of the response."""
@@ -100,11 +108,12 @@ class Completion:
     """Episode, or None. If set, the tokens are those of all turns and of the replies of the environment, whose
     log-probabilities are 0. Engines never set this field."""
     broken_off: bool = False
-    """Whether the response was interrupted, for example by `InFlightEngine.abort`. The completion then contains the
+    """Whether the response was interrupted, by `Engine.pause`. The completion then contains the
     tokens generated so far, possibly none."""
     stretches: tuple[tuple[int, int], ...] = ()
     """Weight version and number of tokens of each stretch, in order, if several weight versions made the tokens.
-    `weight_version` is then the oldest version. Only a `HoldingEngine` sets this field."""
+    `weight_version` is then the oldest version. Only engines with the capability
+    `keeps_requests` set this field."""
 
 
 @dataclass(frozen=True)
@@ -122,45 +131,119 @@ class CacheUse:
         return CacheUse(self.prompt_tokens - other.prompt_tokens, self.cached_tokens - other.cached_tokens)
 
 
+PauseMode = Literal["abort", "keep"]
+"""Treatment of unfinished requests during a pause. `abort`: each request is answered with the tokens generated so far
+(`Completion.broken_off`). `keep`: the engine keeps the requests and continues them under the next weights."""
+
+
+@dataclass(frozen=True)
+class EngineUsage:
+    """Cumulative counts of an engine over the run."""
+
+    restarts: int = 0
+    """Number of server restarts."""
+    cache: Mapping[int, CacheUse] = field(default_factory=dict)
+    """Use of the prefix caches by the requests of this rank, by replica. All ranks have the same keys."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Durations of a weight update."""
+
+    seconds: tuple[tuple[Mapping[str, float], ...], ...]
+    """Seconds by phase, for each attempt of each rank. The first index is the rank. The phase `transfer` includes all
+    phases that move weights."""
+
+    @classmethod
+    def gather(cls, attempts: Sequence[Mapping[str, float]]) -> SyncReport:
+        """Return the report of all ranks from the attempts of each rank. A collective of the world."""
+        return cls(tuple(all_gather_objects(tuple(attempts))))
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Seconds of the transfer in the last attempt on the slowest rank."""
+        return max((attempts[-1].get("transfer", 0.0) for attempts in self.seconds if attempts), default=0.0)
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase except `transfer` on the slowest rank, summed over all attempts."""
+        names = {name: None for attempts in self.seconds for attempt in attempts for name in attempt}
+        return {
+            name: max(sum(attempt.get(name, 0.0) for attempt in attempts) for attempts in self.seconds)
+            for name in names
+            if name != "transfer"
+        }
+
+
 class Engine(Protocol):
-    """A generation engine. The input is token ids, the output is token ids and log-probabilities."""
+    """A generation engine."""
 
     on_tokens: Callable[[], None]
     """Callback for generated tokens. The engine may call it from any thread. The default has no effect."""
 
     @property
+    def capabilities(self) -> EngineCapabilities:
+        """Optional features of the engine."""
+
+    @property
     def version(self) -> int:
         """Version of the engine's weights. The version is 0 before the first update."""
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
-        """Complete all requests and return the completions in order. All ranks call this method, including ranks
-        without requests.
+    @property
+    def usage(self) -> EngineUsage:
+        """Cumulative counts over the run."""
 
-        Raises RuntimeError if the weights are incomplete. Raises Interrupted on every rank, within seconds, if the
-        run is interrupted. `done` may then contain the finished completions, by request number.
+    @property
+    def replicas(self) -> Sequence[int]:
+        """Numbers of the replicas that this rank manages. After each update, each replica answers a probe."""
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Future[Completion]]:
+        """Start the requests and return immediately. Each future receives the completion of one request.
+
+        Any thread may call this method, at any time. The method is not a collective. Raises RuntimeError if the
+        weights are incomplete.
         """
 
-    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
-        """Load a complete set of weights by Hugging Face names. This is a collective of the world.
+    def poll(self, wait_seconds: float, *, weights_changed: bool = False) -> None:
+        """Advance the submitted requests. All ranks call this method, including ranks without requests.
+
+        An engine without the capability `concurrent` computes all submitted requests. Other engines wait for at most
+        `wait_seconds` until all requests of this rank are answered, and replace failed replicas.
+
+        `weights_changed` indicates that the stream of the last update has newer weights than the engine. A replaced
+        replica then receives the newer weights, and `version` increases, after all running requests are answered.
+
+        Raises Interrupted on every rank, within seconds, if the run is interrupted. Raises RunError on every rank if
+        the engine cannot answer.
+        """
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop generating before a weight update or the end of the run. All ranks call this method.
+
+        With `abort`, all futures of this rank are complete afterwards. The method never raises Interrupted, because a
+        stopping run calls the method too. `keep` requires the capability `keeps_requests`.
+        """
+
+    def update_weights(self, named_tensors: WeightStream, version: int) -> SyncReport:
+        """Load a complete set of weights by Hugging Face names, and continue paused requests. This is a collective of
+        the world.
 
         Iterating over the stream yields every tensor on every rank. The `to` method of the stream sends tensors only
         to the ranks that need them. Every rank must consume the stream to the end, even after an error. Each
         parameter must arrive exactly once and with the correct shape. Otherwise an error lists the tensors, and
-        `generate` raises until a complete set has arrived.
+        `submit` raises until a complete set has arrived.
         """
+
+    def sleep(self) -> None:
+        """Release the device memory until the next update. The weights may be lost."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class EngineFactory(Protocol):
-    """Callable that creates the engine of this rank. `rollout.engine` names a built-in factory, or the import path of
-    a class or function."""
+    """Callable that creates the engine of this rank. `rollout.engine` or `rollout.servers.kind` names a built-in
+    factory, or the import path of a class or function. The attribute `capabilities` of the class or function is a
+    `megappo.config.sections.engine.EngineCapabilities`. Without the attribute, the engine has no capability."""
 
     def __call__(
         self,
@@ -181,175 +264,9 @@ class EngineFactory(Protocol):
             stop_token_ids: Tokens that end a response, for engines that need the ids before the first
                 `SamplingParams`.
             runtime: Rank and device, shared with the trainer.
-            stop: Stop request of the run. `generate` polls `stop.asked` and calls `stop.check()` before it returns
-                early.
+            stop: Stop request of the run. `poll` reads `stop.requested` and calls `stop.check()` before it
+                returns.
             options: The setting `rollout.engine_options`.
 
         Raises ValueError for an error that the user can fix.
         """
-
-
-@runtime_checkable
-class RoutingEngine(Protocol):
-    """An engine that reports the experts of each token of a mixture-of-experts model."""
-
-    returns_routing: bool
-    """Whether answers contain `routing` if `SamplingParams.routing` is set."""
-
-
-@runtime_checkable
-class AheadEngine(Protocol):
-    """An engine that can generate during the update. `rollout.ahead: 1` requires this protocol."""
-
-    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> PendingCompletions:
-        """Start the requests and return immediately."""
-
-    def collect(self, pending: PendingCompletions, *, weights_changed: bool = False) -> list[Completion]:
-        """Wait for the answers to `pending` and return the answers in order. All ranks call this method. Raises
-        Interrupted as `generate` does.
-
-        `weights_changed` indicates that the stream of the last update has newer weights than the engine. The engine
-        then loads the newer weights if a server needs weights again.
-        """
-
-
-@runtime_checkable
-class InFlightEngine(Protocol):
-    """An engine that accepts requests at any time and can return unfinished responses. `rollout.ahead` of 2 or more
-    requires this protocol."""
-
-    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
-        """Start the requests and return immediately. This method is not a collective. Request numbers are local to
-        the rank and must not be in flight already."""
-
-    def finished(self, wait_seconds: float) -> dict[int, Completion]:
-        """Return the new answers of this rank by request number. All ranks call this method.
-
-        If there are no new answers, the method waits for at most `wait_seconds`. Requests interrupted by the restart
-        of a server are returned as `broken_off`. Raises Interrupted as `generate` does.
-        """
-
-    def abort(self) -> dict[int, Completion]:
-        """Interrupt all requests in flight. All ranks call this method.
-
-        The method never raises Interrupted, because a stopping run calls it too. Returns answers as `finished` does,
-        without waiting. A request without an answer has no tokens.
-        """
-
-
-@runtime_checkable
-class HoldingEngine(InFlightEngine, Protocol):
-    """An engine that can keep unfinished requests during a weight update."""
-
-    @property
-    def keeps_requests(self) -> bool:
-        """Whether the engine keeps unfinished requests during a weight update. An answer with tokens of several
-        weight versions then has `stretches`."""
-
-    def hold(self) -> None:
-        """Pause generation until the next `update_weights` has loaded new weights. All ranks call this method."""
-
-
-class RequestStream(Protocol):
-    """A stream of requests. Each request is answered as soon as possible."""
-
-    def send(self, number: int, request: GenerateRequest) -> None:
-        """Send a request. `TurnDriver.answered` receives the answer under the same number."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no server remains to answer."""
-
-
-class Listener(Protocol):
-    """Receiver of the answers of a `RequestStream`."""
-
-    def answered(self, number: int, completion: Completion) -> None:
-        """Process an answer. May be called from any thread."""
-
-
-class TurnDriver(Listener, Protocol):
-    """Driver of the episodes of a rank. Sends each turn after the answer to the previous turn."""
-
-    def drive(self, stream: RequestStream) -> int:
-        """Send pending requests and their follow-up requests. The loop ends if no request is left, if the stream is
-        over, or if the run must stop. Returns the number of episodes that may still send requests."""
-
-
-@runtime_checkable
-class InFlightConversingEngine(InFlightEngine, Protocol):
-    """An in-flight engine for the turns of episodes. Episodes continue between two calls of the trainer."""
-
-    def listen(self, listener: Listener) -> None:
-        """Deliver future answers to the listener as soon as they are complete. This method is not a collective.
-
-        `finished` and `abort` then return only interrupted requests, and `send` may be called from any thread.
-        """
-
-
-@runtime_checkable
-class ConversingEngine(Protocol):
-    """An engine that answers each request as soon as possible while other requests arrive. No episode waits for a
-    turn of another episode."""
-
-    def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
-        """Answer all requests of the driver. All ranks call this method. Raises the exceptions of `generate`."""
-
-
-@runtime_checkable
-class ConversingAheadEngine(ConversingEngine, Protocol):
-    """A conversing engine that generates during the update. `rollout.ahead: 1` requires this protocol if an
-    environment runs the episodes."""
-
-    def open_stream(self, driver: TurnDriver, params: SamplingParams) -> RequestStream:
-        """Start to answer the requests of a stream and return immediately. This method is not a collective."""
-
-    def finish_stream(
-        self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
-    ) -> None:
-        """Answer the remaining requests of a stream, as in `ConversingEngine.converse`. All ranks call this method.
-        See `AheadEngine.collect` for `weights_changed`."""
-
-
-@runtime_checkable
-class CachingEngine(Protocol):
-    """An engine with a prefix cache, which stores the keys and values of prompts for later prompts with the same
-    prefix."""
-
-    cache_use: Mapping[int, CacheUse]
-    """Cache use of the requests of this rank over the run, by server. All ranks have the same keys."""
-
-
-@runtime_checkable
-class TimedEngine(Protocol):
-    """An engine that reports the transfer time of a weight update separately."""
-
-    transfer_seconds: float
-    """Seconds of the last transfer of all weights on this rank. Includes a single attempt."""
-
-
-@runtime_checkable
-class SleepingEngine(Protocol):
-    """An engine that can release its memory between rollouts."""
-
-    def sleep(self) -> None:
-        """Release the device memory until the next update. The weights may be lost."""
-
-
-@runtime_checkable
-class ServedEngine(SleepingEngine, Protocol):
-    """An engine in separate processes, which can fail. After each update the engine answers a probe, which verifies
-    the weights of the servers."""
-
-    restarts: int
-    """Number of server restarts over the run."""
-
-    def sync_phases(self) -> dict[str, float]:
-        """Return the seconds of each phase of the last weight update on this rank, summed over all attempts."""
-
-    def probe(self, request: GenerateRequest, params: SamplingParams) -> dict[int, Completion]:
-        """Return the answers of the servers of this rank by server number. All ranks call this method."""
-
-    def judge(self, gaps: Mapping[int, float], tolerance_nats: float) -> float:
-        """Return the largest gap in nats over the servers of all ranks. All ranks call this method. Raises if a gap
-        exceeds the tolerance."""

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from itertools import repeat
 
-from megappo.config.tokens import without_row
 from megappo.engines.protocol import Completion, GenerateRequest
 from megappo.errors import RunError
+from megappo.models.tokens import without_row
 
 
 def check_requests(requests: Iterable[GenerateRequest], rows: int | None, asker: str = "a request") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from megappo.engines.protocol import Completion, GenerateRequest
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.runtime.seeds import derived_seed
 
 
@@ -74,6 +74,12 @@ def cut(answer: Completion, tokens: int, *, truncated: bool) -> Completion:
         broken_off=False,
         stretches=stretches if len(stretches) > 1 else (),
     )
+
+
+def stopped(answer: Completion, params: SamplingParams) -> Completion:
+    """Cut the answer after the first of `params.stop_texts` and drop the later tokens."""
+    end = None if params.stop_texts is None else params.stop_texts.end(answer.token_ids)
+    return answer if end is None else cut(answer, end, truncated=False)
 
 
 def token_versions(answer: Completion) -> list[int]:

@@ -6,7 +6,9 @@ experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,22 +27,25 @@ from transformers import (
 )
 
 from megappo.config import Config
-from megappo.config.model_files import load_architecture
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.config.role_models import load_architecture
+from megappo.config.sections.engine import EngineCapabilities
+from megappo.engines.base import BatchEngine
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, SyncReport
 from megappo.engines.rows import check_requests
-from megappo.engines.stopping import StopTexts, stopped
+from megappo.engines.stretches import stopped
 from megappo.errors import first_of
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import model_parameters
-from megappo.observe.progress import PROGRESS, SAMPLES
-from megappo.runtime.interrupts import NeverStop, Stop
+from megappo.models.stop_texts import StopTexts
+from megappo.observe.terminal.progress import PROGRESS, SAMPLES
+from megappo.runtime.memory.resting import Movable
 from megappo.runtime.process import Runtime
-from megappo.runtime.resting import Movable
+from megappo.runtime.watch.interrupts import Stop
 from megappo.types import RoutingShape
 from megappo_kernels.gemm import takes_grouped
 
 
-class _AskedToStop(Exception):
+class _StopRequested(Exception):
     """Raised between two tokens to leave `generate` when the run must stop."""
 
 
@@ -71,7 +76,7 @@ class _Sampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._on_tokens()
         if self._stop.requested:
-            raise _AskedToStop
+            raise _StopRequested
         # Operate in place, because `generate` passes a float32 copy. Each pass over (B, V) costs time.
         shifted_BV = scores.float().div_(self._params.temperature)
         not_yet = [b for b, least in enumerate(self._least) if len(self.tokens) < least]
@@ -170,8 +175,8 @@ def _with_routing(
     return found
 
 
-class TransformersEngine:
-    """An `Engine` on transformers' `generate`. Weights arrive only through the weight stream."""
+class TransformersEngine(BatchEngine):
+    """A `BatchEngine` on transformers' `generate`. Weights arrive only through the weight stream."""
 
     def __init__(
         self,
@@ -184,6 +189,7 @@ class TransformersEngine:
         sleeps: bool = False,
         stop: Stop | None = None,
     ) -> None:
+        super().__init__(stop)
         self._arch, self._weights = arch, Movable() if sleeps else None
         # torch's attention supports neither sinks nor score caps. transformers would silently ignore a cap.
         attention = "eager" if arch.extensions.attends_by_products else "sdpa"
@@ -196,21 +202,18 @@ class TransformersEngine:
         # Every call passes all settings. The defaults of the folder (top_k, penalties) must not interfere.
         self._model.generation_config = type(self._model.generation_config)()
         self._device, self._batch_sequences = device, generate_batch_sequences
-        self.on_tokens: Callable[[], None] = lambda: None
-        self._stop: Stop = stop if stop is not None else NeverStop()
-        self.version = 0
         self._complete = False
-        self.returns_routing = arch.experts > 0
+        self.capabilities = EngineCapabilities(routing=arch.experts > 0)
 
     def sleep(self) -> None:
-        """See `SleepingEngine.sleep`. The next update loads all weights."""
+        """See `Engine.sleep`. The next update loads all weights."""
         if self._weights is not None:
             self._complete = False
             self._weights.leave(self._model.parameters())
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """See `Engine.update_weights`. Tied output weights are optional."""
-        self._complete = False
+        self._complete, started = False, time.monotonic()
         if self._weights is not None:
             self._weights.restore()
         problems: list[str] = []
@@ -234,30 +237,29 @@ class TransformersEngine:
                 "send every parameter once"
             )
         self.version, self._complete = version, True
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return SyncReport.gather([{"transfer": time.monotonic() - started}])
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
-        """See `Engine.generate`. Sequences of similar length share a batch."""
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Future[Completion]]:
+        """See `Engine.submit`."""
         if not self._complete:
             raise RuntimeError("the engine has no complete set of weights; call update_weights first")
         check_requests(requests, self._arch.vocab_size)
+        return super().submit(requests, params)
+
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        """See `BatchEngine.generate`. Sequences of similar length share a batch."""
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
-        completions = done if done is not None else {}
         PROGRESS.expect(SAMPLES, len(requests))
         for start in range(0, len(order), self._batch_sequences):
             batch = order[start : start + self._batch_sequences]
             try:
                 answers = self._generate_batch([requests[i] for i in batch], params)
-            except _AskedToStop:
-                break
+            except _StopRequested:
+                return
             PROGRESS.add(SAMPLES, len(batch), tokens=sum(len(answer.token_ids) for answer in answers))
-            completions.update(zip(batch, answers, strict=True))
-        self._stop.check()  # raises on every rank if one rank has left the loop
-        return [completions[i] for i in range(len(requests))]
+            yield from zip(batch, answers, strict=True)
 
     @torch.inference_mode()
     def _generate_batch(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Completion]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.tokens import Message, rendered, template_now
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.models.tokens import Message, rendered, template_now
 from megappo.plugins import users_code
 
 PLACEHOLDER = "<think>\nSo it is.\n</think>\n\nYes."

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from megappo.observe.ends import End
-from megappo.runtime.objects import all_gather_objects
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo.types import Episode
 
 FAILURES = ("raised", "hung", "nonsense")

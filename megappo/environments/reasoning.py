@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from megappo.environments.session import Session
 from megappo.errors import show
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 from megappo.rewards.rules import reasoning_gym, warm_up
 
 _SCORE = "score"

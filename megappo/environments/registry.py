@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config
-from megappo.config.environment import ENVIRONMENTS, EnvironmentSettings
-from megappo.config.tokens import TokenRows
+from megappo.config.sections.environment import ENVIRONMENTS, EnvironmentSettings
 from megappo.environments.chat import ChatTokens
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
 from megappo.environments.session import SharedEpisodeState
-from megappo.environments.tool_pool import ToolPool
+from megappo.environments.tools.tool_pool import ToolPool
+from megappo.models.tokens import TokenRows
 from megappo.plugins import check_call, load, users_code
 
 _SETTING = "rollout.environment.name"

@@ -11,21 +11,21 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.context import continuation_ids, continuation_text
-from megappo.config.environment import EnvironmentSettings
-from megappo.config.tokens import Message, without_row
+from megappo.config.sections.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.rows import check_answers
 from megappo.environments.chat import BEGINNING, PLACEHOLDER, ChatTokens
 from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.server import AgentEndpoint, Gateway
-from megappo.environments.protocol import LIMIT_ENDS, Limit, LimitReached, NonsenseError, Reply
-from megappo.environments.tool_calls import call_format
-from megappo.environments.tool_pool import ToolPool
+from megappo.environments.tools.tool_calls import call_format
+from megappo.environments.tools.tool_pool import ToolPool
 from megappo.environments.trajectory import Trajectory
+from megappo.environments.turns import LIMIT_ENDS, Limit, LimitReached, NonsenseError, Reply
 from megappo.errors import RunError, show
+from megappo.files.json_values import JSONValue
+from megappo.models.context import continuation_ids, continuation_text
+from megappo.models.tokens import Message, without_row
 from megappo.observe.ends import End
-from megappo.observe.json_values import JSONValue
 from megappo.runtime.seeds import derived_seed
 from megappo.types import CHAT_MESSAGES, Episode, Prompt, ToolUse
 
@@ -125,7 +125,10 @@ class Session:
         end_if_cut = LIMIT_ENDS[limit] if most == room else End.TURN_CUT
         seed = turn_seed(self._request.seed, self.turns)
         with self._off_the_clock():
-            completion = await self._request_turn(GenerateRequest(current.seen, seed, self._request.prompt_id, most))
+            request = GenerateRequest(
+                current.seen, seed, self._request.prompt_id, most, conversation=self._request.seed
+            )
+            completion = await self._request_turn(request)
         self._require_running()
         return self._take_turn(completion, most, end_if_cut)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megappo.environments.session import Session
-from megappo.environments.tool_calls import WantedCall, call_format
+from megappo.environments.tools.tool_calls import WantedCall, call_format
 from megappo.errors import either, show
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 _PARAMETERS = {"calculator": "expression", "python": "code"}
 _FUNCTIONS = {
-    "calculator": "megappo.environments.mathematics:calculate",
-    "python": "megappo.environments.mathematics:python",
+    "calculator": "megappo.environments.tools.mathematics:calculate",
+    "python": "megappo.environments.tools.mathematics:python",
 }
 _DESCRIPTIONS = {
     "calculator": ("The value of an arithmetic expression.", "such as (3 + 4) * 2 ** 5 or sqrt(2)"),

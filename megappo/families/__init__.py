@@ -22,8 +22,7 @@ from megappo.families import (
     qwen3_moe,
     qwen3_next,
 )
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Family
+from megappo.families.declaration import ArchitectureConfig, Family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

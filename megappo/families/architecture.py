@@ -1,18 +1,9 @@
-"""Architecture of a model in one form for all families."""
+"""Sizes of a model in one form for all families, and properties without a setting in Megatron-Core."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-from megappo.families.rope import rotary_scales
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from megappo.families.declaration import Family
-
 
 DELTA_CHUNK = 64
 """Tokens in a chunk of the gated delta rule. Each chunk requires the solution of one triangular system. The value is
@@ -265,60 +256,8 @@ class ArchitectureExtensions:
         return self.scores_cap is not None or self.sinks
 
 
-@dataclass(frozen=True)
-class ArchitectureConfig(ModelShape):
-    """Architecture of a decoder, as its family reads `config.json`."""
-
-    norm_eps: float
-    initializer_range: float
-    hf_config: PretrainedConfig = field(repr=False, compare=False)
-    """transformers' configuration without `quantization_config`, which describes only the stored files."""
-    declaration: Family = field(repr=False, compare=False)
-    """Declaration of the family, from which the model is built."""
-    sliding_window: int | None = None
-    """Size of the attention window in tokens, including the token itself. None: no window."""
-    windowed_layers: tuple[bool, ...] = ()
-    """Whether each layer has the window. Empty: all layers have the window."""
-    score_width: int | None = None
-    """Width in the scale of attention scores: scores are divided by its square root. None: the head size."""
-    extensions: ArchitectureExtensions = ArchitectureExtensions()
-    experts_per_token: int = 0
-    """Number of experts per token. 0: a dense model."""
-    normalized_experts: bool = True
-    """Whether the weights of a token's experts sum to 1 (`norm_topk_prob`)."""
-    sigmoid_router: bool = False
-    """Whether the router selects experts by the sigmoids of the logits plus a correction bias. The weights of
-    experts are the sigmoids without the bias."""
-    experts_scale: float = 1.0
-    """Factor on the sum of the outputs of a token's experts."""
-    expert_groups: int = 1
-    """Number of groups of consecutive experts, all of the same size. A token first selects groups, by the sum of the
-    two largest scores in each group."""
-    groups_per_token: int = 1
-    """Number of selected groups per token."""
-    rotary_channels: int | None = None
-    """Number of rotated channels of a head, starting at the first channel. None: all channels."""
-    stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
-    """Rows and columns of a block with one scale, if files contain float8 weights. None: plain weights."""
-    stored_mxfp4: bool = field(default=False, compare=False)
-    """Whether files may contain the matrices of experts in MXFP4."""
-
-    @property
-    def has_window(self) -> bool:
-        """Whether some layers have an attention window."""
-        return self.sliding_window is not None
-
-    @property
-    def is_standard(self) -> bool:
-        """Whether the arguments of Megatron-LM can describe the model."""
-        special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
-        return not special and self.extensions == ArchitectureExtensions()
-
-    @property
-    def has_own_layers(self) -> bool:
-        """Whether the model requires megappo's own layers. Other models may use Transformer Engine's layers, which
-        support neither extensions nor a factor on cosine and sine."""
-        return not self.is_standard or any(scale != 1 for scale in rotary_scales(self))
+STANDARD = ArchitectureExtensions()
+"""No such properties."""
 
 
 def expert_number_bytes(experts: int) -> int:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Block, PerToken, Weight
+from megappo.families.declaration import ArchitectureConfig, Block, PerToken, Weight
 from megappo.families.fields import Activation, MegatronSettings
 
 

@@ -1,17 +1,18 @@
-"""Declaration of a model family: the functions that read config.json, and the blocks of the layers."""
+"""Declaration of a model family: the functions that read config.json, and the blocks of the layers. The result is the
+architecture of a model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.architecture import STANDARD, ArchitectureExtensions, ModelShape
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
 from megappo.families.served import Served, unread_settings
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,7 +67,7 @@ class Weight:
 
 
 class PerToken(NamedTuple):
-    """Memory and traffic of a block per token, over all tensor parallel ranks (`megappo.plan.activations`)."""
+    """Memory and traffic of a block per token, over all tensor parallel ranks (`megappo.plan.bytes.activations`)."""
 
     activation_bytes: float = 0.0
     """Bytes that forward stores for backward."""
@@ -134,6 +135,56 @@ def without_next_token_layers(c: HFConfig) -> Fields:
 
 
 @dataclass(frozen=True)
+class ArchitectureConfig(ModelShape):
+    """Architecture of a decoder, as its family reads `config.json`."""
+
+    norm_eps: float
+    initializer_range: float
+    hf_config: PretrainedConfig = field(repr=False, compare=False)
+    """transformers' configuration without `quantization_config`, which describes only the stored files."""
+    declaration: Family = field(repr=False, compare=False)
+    """Declaration of the family, from which the model is built."""
+    sliding_window: int | None = None
+    """Size of the attention window in tokens, including the token itself. None: no window."""
+    windowed_layers: tuple[bool, ...] = ()
+    """Whether each layer has the window. Empty: all layers have the window."""
+    score_width: int | None = None
+    """Width in the scale of attention scores: scores are divided by its square root. None: the head size."""
+    extensions: ArchitectureExtensions = STANDARD
+    experts_per_token: int = 0
+    """Number of experts per token. 0: a dense model."""
+    normalized_experts: bool = True
+    """Whether the weights of a token's experts sum to 1 (`norm_topk_prob`)."""
+    sigmoid_router: bool = False
+    """Whether the router selects experts by the sigmoids of the logits plus a correction bias. The weights of
+    experts are the sigmoids without the bias."""
+    experts_scale: float = 1.0
+    """Factor on the sum of the outputs of a token's experts."""
+    expert_groups: int = 1
+    """Number of groups of consecutive experts, all of the same size. A token first selects groups, by the sum of the
+    two largest scores in each group."""
+    groups_per_token: int = 1
+    """Number of selected groups per token."""
+    rotary_channels: int | None = None
+    """Number of rotated channels of a head, starting at the first channel. None: all channels."""
+    stored_blocks: tuple[int, int] | None = field(default=None, compare=False)
+    """Rows and columns of a block with one scale, if files contain float8 weights. None: plain weights."""
+    stored_mxfp4: bool = field(default=False, compare=False)
+    """Whether files may contain the matrices of experts in MXFP4."""
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers have an attention window."""
+        return self.sliding_window is not None
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the arguments of Megatron-LM can describe the model."""
+        special = self.sigmoid_router or self.latent is not None or self.special_layers != ()
+        return not special and self.extensions == STANDARD
+
+
+@dataclass(frozen=True)
 class Family:
     """Declaration of a family. Loading, streaming, checkpoints, export, plans and engines use this declaration."""
 
@@ -145,7 +196,7 @@ class Family:
     blocks: tuple[Block, ...]
     """Blocks of the layers, in the order of their parameters in buckets and files."""
     attends_in_groups: bool = False
-    """Whether SGLang's model supports data parallel attention (`rollout.sglang.data_parallel_attention`)."""
+    """Whether SGLang's model supports data parallel attention (`rollout.servers.data_parallel_attention`)."""
     unserved: Callable[[ArchitectureConfig, Served], str] = unread_settings
     """Function that returns why SGLang computes such a model differently, or "" if the results are equal. The text
     follows "SGLang's <family>", such as "expects attention in every n-th layer, but ..."."""
@@ -168,7 +219,7 @@ class Family:
     """Whether the family supports adapters (`actor.lora`) that are equal to PEFT's adapters."""
     fingerprinted: bool = True
     """Whether SGLang stores the tensors in the parameters and the order of `fused`. If false, received weights
-    cannot be compared (`rollout.sglang.verify`)."""
+    cannot be compared (`rollout.servers.verify`)."""
 
     @property
     def may_have_mtp_layers(self) -> bool:

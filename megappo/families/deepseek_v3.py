@@ -6,9 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megappo.families.architecture import ArchitectureConfig, LatentAttention
+from megappo.families.architecture import LatentAttention
 from megappo.families.blocks import Experts, FirstMlp, SharedExpert, norm
-from megappo.families.declaration import Block, Family, PerToken, Weight, next_token_layers, without_next_token_layers
+from megappo.families.declaration import (
+    ArchitectureConfig,
+    Block,
+    Family,
+    PerToken,
+    Weight,
+    next_token_layers,
+    without_next_token_layers,
+)
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import biased_experts, decoder, no_attention_bias, no_window, silu_mlp
 from megappo.families.served import NEEDS_GPU, Served, get_mscale, unread_yarn
@@ -112,7 +120,7 @@ class LatentHeads(Block):
         """Return the elements in memory at the same time: the matrices' outputs from latents, and the assembled
         queries, keys and values.
 
-        Ranks do not divide the stored latents; `megappo.plan.activations` counts the latents.
+        Ranks do not divide the stored latents; `megappo.plan.bytes.activations` counts the latents.
         """
         net = _latent(arch)
         made = arch.heads * (arch.head_dim + net.made_dim)

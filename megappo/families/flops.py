@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megappo.families.adapters import LoraShape, multiplied_adapters
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import multiplied_parameters
-from megappo.observe.throughput import training_flops_per_token
+from megappo.observe.timing.throughput import training_flops_per_token
 
 
 def forward_flops(arch: ArchitectureConfig, sequence_tokens: float, *, is_critic: bool) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from megappo.families.adapters import LoraShape, adapters
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import EMBEDDING, Parameter, model_parameters
 
 SHORTCUTS = ("attention", "embeddings")

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
+from megappo.families.architecture import ArchitectureExtensions
 from megappo.families.blocks import Attention, GatedMlp, norm
-from megappo.families.declaration import Family, PerToken, Weight
+from megappo.families.declaration import ArchitectureConfig, Family, PerToken, Weight
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types
 from megappo.families.served import NEEDS_GPU, Served, unread_rope, unread_ties

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import QueryKeyNorms
-from megappo.families.declaration import Family
+from megappo.families.declaration import ArchitectureConfig, Family
 from megappo.families.fields import Fields, HFConfig
 from megappo.families.gemma2 import GeluMlp, NormedAttention, activation, gemma
 from megappo.families.reading import decoder, no_attention_bias, window_by_layer_types

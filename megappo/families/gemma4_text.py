@@ -8,9 +8,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions, WideAttention
+from megappo.families.architecture import ArchitectureExtensions, WideAttention
 from megappo.families.blocks import QueryKeyNorms
-from megappo.families.declaration import Block, Family, PerToken, Weight
+from megappo.families.declaration import ArchitectureConfig, Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.gemma2 import GeluMlp, NormedAttention, check_gemma, check_sees_backward
 from megappo.families.reading import no_attention_bias, sizes, two_kinds, window_by_layer_types

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import Attention, Experts, FirstMlp, QueryKeyNorms, QueryKeyValueBiases, SharedExpert
-from megappo.families.declaration import Family, PerToken, Weight, next_token_layers, without_next_token_layers
+from megappo.families.declaration import (
+    ArchitectureConfig,
+    Family,
+    PerToken,
+    Weight,
+    next_token_layers,
+    without_next_token_layers,
+)
 from megappo.families.fields import MegatronSettings
 from megappo.families.reading import biased_experts, no_window, partly_rotated_decoder, silu_mlp
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
-from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
+from megappo.families.architecture import ArchitectureExtensions
 from megappo.families.blocks import Attention, Experts, QueryKeyValueBiases, mlp_norm
-from megappo.families.declaration import Family, Kind, PerToken, Weight
+from megappo.families.declaration import ArchitectureConfig, Family, Kind, PerToken, Weight
 from megappo.families.fields import Activation, Fields, HFConfig, MegatronSettings
 from megappo.families.reading import decoder, expert_counts, window_by_layer_types
 from megappo.families.served import Served

@@ -3,9 +3,8 @@ w3 and w2."""
 
 from __future__ import annotations
 
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import Attention, Experts
-from megappo.families.declaration import Family
+from megappo.families.declaration import ArchitectureConfig, Family
 from megappo.families.fields import Fields, HFConfig
 from megappo.families.reading import decoder, expert_counts, no_attention_bias, silu_mlp, window_of_every_layer
 from megappo.families.served import Served, unread_rope, unread_ties, unread_window

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Shape
+from megappo.families.declaration import ArchitectureConfig, Shape
 from megappo.families.parameters import Parameter, model_parameters, tensor_shapes
 
 

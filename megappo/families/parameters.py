@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Drawn, Kind, Shape, Weight
+from megappo.families.declaration import ArchitectureConfig, Drawn, Kind, Shape, Weight
 
 _AXES: dict[Kind, int] = {"column": 0, "qkv": 0, "grouped": 0, "vocab": 0, "row": 1}
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megappo.families import qwen3_next
-from megappo.families.architecture import ArchitectureConfig, DeltaNet
+from megappo.families.architecture import DeltaNet
 from megappo.families.blocks import GatedMlp
-from megappo.families.declaration import Weight
+from megappo.families.declaration import ArchitectureConfig, Weight
 from megappo.families.qwen3_next import AttentionNorms, GatedAttention, LinearAttention, delta_net
 from megappo.families.reading import no_attention_bias, partly_rotated_decoder, silu_mlp
 from megappo.families.served import Served

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megappo.families.architecture import DELTA_CHUNK, ArchitectureConfig, DeltaNet
+from megappo.families.architecture import DELTA_CHUNK, DeltaNet
 from megappo.families.blocks import Attention, Experts, QueryKeyNorms, SharedExpert, gated, norm
-from megappo.families.declaration import Block, Family, PerToken, Weight
+from megappo.families.declaration import ArchitectureConfig, Block, Family, PerToken, Weight
 from megappo.families.fields import Fields, HFConfig, MegatronSettings
 from megappo.families.reading import experts, no_attention_bias, partly_rotated_decoder, silu_mlp, two_kinds
 from megappo.families.served import NEEDS_GPU, Served, unread_rope, unread_ties

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megappo.errors import show
+from megappo.families.architecture import ModelShape
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.served import yarn_scale
 
 if TYPE_CHECKING:  # plans read factors without importing torch
     from torch import Tensor
-
-    from megappo.families.architecture import ArchitectureConfig, ModelShape
 
 
 _YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -168,3 +168,9 @@ def _of_kind(arch: ArchitectureConfig, kind: str | None) -> Rope:
     with torch.device("cpu"):  # some functions create tensors on the default device
         inverse_frequencies, scale = compute(arch.hf_config, torch.device("cpu"), **of_layers)
     return Rope(inverse_frequencies, float(scale))
+
+
+def has_own_layers(arch: ArchitectureConfig) -> bool:
+    """Return whether a model requires megappo's own layers. Other models may use Transformer Engine's layers, which
+    support neither extensions nor a factor on cosine and sine."""
+    return not arch.is_standard or any(scale != 1 for scale in rotary_scales(arch))

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from megappo.families.architecture import ArchitectureConfig
+    from transformers import PretrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rope types whose parameters are supported by SGLang's `get_rope`. Not all of SGLang's models use them."""
@@ -26,6 +26,26 @@ _TIED_OUTPUT_LAYER = ("gemma2",)
 """Families for which SGLang's model always uses the embedding as output layer."""
 
 
+class ServedModel(Protocol):
+    """Properties of a model that determine whether servers support the model."""
+
+    @property
+    def family(self) -> str:
+        """`model_type` of config.json."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer is the embedding."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Size of the attention window in tokens, or None."""
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """transformers' configuration."""
+
+
 class Served(NamedTuple):
     """Conditions of generation with SGLang."""
 
@@ -35,12 +55,12 @@ class Served(NamedTuple):
     """Length of the longest sequence in tokens."""
 
 
-def unread_settings(arch: ArchitectureConfig, conditions: Served) -> str:
+def unread_settings(arch: ServedModel, conditions: Served) -> str:
     """Return the common reason of most families, or "" for supported settings; see `Family.unserved`."""
     return unread_ties(arch) or unread_window(arch, conditions) or unread_rope(arch)
 
 
-def unread_ties(arch: ArchitectureConfig) -> str:
+def unread_ties(arch: ServedModel) -> str:
     """Return the reason for an output layer that SGLang ties differently, or "" for other output layers."""
     if arch.tied_embeddings and arch.family in _OWN_OUTPUT_LAYER:
         return "has a separate output layer, but tie_word_embeddings of config.json is true"
@@ -49,7 +69,7 @@ def unread_ties(arch: ArchitectureConfig) -> str:
     return ""
 
 
-def unread_window(arch: ArchitectureConfig, conditions: Served) -> str:
+def unread_window(arch: ServedModel, conditions: Served) -> str:
     """Return the reason for an attention window, which most of SGLang's models ignore. Returns "" if sequences are
     shorter."""
     if arch.sliding_window is None or arch.sliding_window >= conditions.tokens:
@@ -57,7 +77,7 @@ def unread_window(arch: ArchitectureConfig, conditions: Served) -> str:
     return f"ignores sliding_window {arch.sliding_window} of config.json"
 
 
-def unread_rope(arch: ArchitectureConfig, types: tuple[str, ...] = ROPE_TYPES) -> str:
+def unread_rope(arch: ServedModel, types: tuple[str, ...] = ROPE_TYPES) -> str:
     """Return the reason for a rope that SGLang computes differently, or "" for other ropes.
 
     Args:

@@ -7,9 +7,9 @@ has selected them.
 
 import torch
 
+from megappo.megatron.patches.all_devices import silence_megatron
+from megappo.megatron.patches.cpu import install
 from megappo.runtime.accelerations import decide_accelerations
-from megappo.runtime.megatron_cpu import install
-from megappo.runtime.megatron_patches import silence_megatron
 
 silence_megatron()
 decide_accelerations()

@@ -13,7 +13,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,31 +22,31 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import nn
 
 from megappo.config.pipeline import even_layers
-from megappo.config.roles import OffloadSettings
+from megappo.config.sections.roles import OffloadSettings
 from megappo.errors import RunError
 from megappo.families.adapters import LoraShape, RowOrder, adapter_parameters, adapters
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.frozen import frozen_parameters
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names, embedding, model_parameters
-from megappo.families.rope import rotary
+from megappo.families.rope import has_own_layers, rotary
 from megappo.families.weights import ValueHeadWeights, WeightSource, read_shard
-from megappo.megatron.attention import RMSNorm
-from megappo.megatron.delta_net import GatedDeltaNet, GatedSelfAttention
-from megappo.megatron.experts import use_grouped_experts
-from megappo.megatron.extensions import around_layers, core_attention, norms_after
-from megappo.megatron.heads import LogprobHead, ValueHead
-from megappo.megatron.latent_attention import LatentSelfAttention
+from megappo.megatron.heads import HiddenStatesModel, LogprobHead, ValueHead
+from megappo.megatron.layers.attention import RMSNorm
+from megappo.megatron.layers.delta_net import GatedDeltaNet, GatedSelfAttention
+from megappo.megatron.layers.experts import use_grouped_experts
+from megappo.megatron.layers.extensions import around_layers, core_attention, norms_after
+from megappo.megatron.layers.latent_attention import LatentSelfAttention
+from megappo.megatron.layers.lora import Switch, attach_adapters, freeze
+from megappo.megatron.layers.normed_values import normed_values
+from megappo.megatron.layers.rotary import PackedRotary, rotate
+from megappo.megatron.layers.router import RouterChoice
+from megappo.megatron.layers.routing import TokenDispatcher
+from megappo.megatron.layers.swiglu import SwiGLU, is_swiglu, mlp_submodules
 from megappo.megatron.layout import Layout
 from megappo.megatron.local_shards import LocalAdapterShard, LocalShard, global_names
-from megappo.megatron.lora import Switch, attach_adapters, freeze
-from megappo.megatron.normed_values import normed_values
-from megappo.megatron.rotary import PackedRotary, rotate
-from megappo.megatron.router import RouterChoice
-from megappo.megatron.routing import TokenDispatcher
+from megappo.megatron.patches.all_devices import fix_router, rotate_packed_by
 from megappo.megatron.stages import StageLayers
-from megappo.megatron.swiglu import SwiGLU, is_swiglu, mlp_submodules
 from megappo.runtime.accelerations import Accelerations
-from megappo.runtime.megatron_patches import fix_router, rotate_packed_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,7 +103,7 @@ class RoleModel:
     layout: Layout
     options: BuildOptions
     config: TransformerConfig
-    chunks: list[GPTModel]
+    chunks: list[HiddenStatesModel]
     switch: Switch | None = None
     """Switch that turns the adapters on and off; None for a model without adapters."""
 
@@ -324,7 +323,7 @@ def build_model(
     """Build this rank's chunks of a role, fill them from `source`, and fill their adapters from `adapters_from`."""
     if arch.experts:
         fix_router()
-    options = replace(options, accelerations=options.accelerations.for_model(own_layers=arch.has_own_layers))
+    options = replace(options, accelerations=options.accelerations.for_model(own_layers=has_own_layers(arch)))
     model_parallel_cuda_manual_seed(
         options.seed, tp_rank=layout.tensor_rank, ep_rank=layout.expert_rank, etp_rank=0, force_reset_rng=True
     )
@@ -373,11 +372,11 @@ def _mark_partition(entry: Parameter, parameter: nn.Parameter, layout: Layout) -
 
 def _build_chunk(
     arch: ArchitectureConfig, layout: Layout, options: BuildOptions, config: TransformerConfig, chunk: int
-) -> GPTModel:
+) -> HiddenStatesModel:
     vp_stage = chunk if layout.vpp > 1 else None
     first = layout.stage == 0 and chunk == 0
     last = layout.is_last_stage and chunk == layout.vpp - 1
-    model = GPTModel(
+    model = HiddenStatesModel(
         config=config,
         transformer_layer_spec=layer_spec(config, layout, vp_stage, options, arch),
         vocab_size=options.padded_vocab,
@@ -407,9 +406,11 @@ def _build_chunk(
         drawn = torch.randn(1, arch.hidden_size, generator=generator) * options.value_head_std
         model.output_layer.weight.data.copy_(drawn)
     elif last:
+        own = model.output_layer.weight  # None for a tied embedding of the same stage
         model.output_layer = LogprobHead(
             layout,
-            model.output_layer.weight,
+            model.shared_embedding_or_output_weight() if own is None else own,
+            is_tied=own is None,
             vocab_size=arch.vocab_size,
             temperature=options.temperature,
             stop_token_ids=options.stop_token_ids,

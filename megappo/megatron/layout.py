@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo.config.grid import Grid
 from megappo.megatron.context import ContextShard
-from megappo.runtime.groups import WantedGroups, make_groups
+from megappo.runtime.ranks.groups import WantedGroups, make_groups
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,11 +88,23 @@ class Outside:
 def make_layouts(cuts: Mapping[str, Cut], device_type: str, timeout_seconds: float) -> dict[str, Layout | Outside]:
     """Create the process groups of all roles. All ranks must call this function. Return the layout of each role, or
     `Outside` on ranks that are not in the role."""
+    _create_gather_buffer()
     kinds_of_roles = {role: _group_kinds(role, cut.grid) for role, cut in cuts.items()}
     kinds = [kind for of_role in kinds_of_roles.values() for kind in of_role.values()]
     own = iter(make_groups(kinds, device_type, datetime.timedelta(seconds=timeout_seconds)))
     groups = {role: {name: next(own) for name in of_role} for role, of_role in kinds_of_roles.items()}
     return {role: _layout(cut, groups[role]) for role, cut in cuts.items()}
+
+
+def _create_gather_buffer() -> None:
+    """Create the buffer of sequence parallel gathers, the only global of Megatron that process groups do not replace.
+
+    0.16.1 / 0.19.2 use the buffer in dot_product_attention.py:189 and tensor_parallel/layers.py:482, 519 / 570, 614.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
 
 
 def _group_kinds(role: str, grid: Grid) -> dict[str, WantedGroups]:

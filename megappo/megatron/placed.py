@@ -19,8 +19,8 @@ from torch import Tensor
 from megappo.megatron.packing import MicrobatchPlan, plan_microbatches
 from megappo.megatron.roles import Role, TrainedRole, Update
 from megappo.megatron.schedule import Head, PlacedSample, Task
-from megappo.runtime.exchange import Routes, all_gather_varying, exchange, make_routes
-from megappo.runtime.objects import broadcast_object
+from megappo.runtime.ranks.exchange import Routes, all_gather_varying, exchange, make_routes
+from megappo.runtime.ranks.objects import broadcast_object
 from megappo.types import RoutingShape, Samples
 
 

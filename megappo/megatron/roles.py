@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from megappo.config.grid import Grid
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.flops import SampleCost
 from megappo.megatron.build import BuildOptions, RoleModel
 from megappo.megatron.context import whole_output
 from megappo.megatron.heads import LogprobHead, ValueHead
+from megappo.megatron.layers.lora import merged
+from megappo.megatron.layers.router import EXTRA_COUNTS, summed_losses, summed_reports
 from megappo.megatron.layout import Layout, Outside
 from megappo.megatron.local_shards import LocalShard
-from megappo.megatron.lora import merged
-from megappo.megatron.offload import RoleStorage, RoleTensors
-from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.optimizer.offload import RoleStorage, RoleTensors
+from megappo.megatron.optimizer.optimization import RoleOptimizer
 from megappo.megatron.packing import MicrobatchPlan
-from megappo.megatron.router import EXTRA_COUNTS, summed_losses, summed_reports
 from megappo.megatron.schedule import Chunk, Head, PackedBatch, PlacedSample, Task, pack_samples, run_schedule
-from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo_kernels.metrics import combine, stacked
 
 
@@ -76,7 +76,7 @@ class Role(ABC):
     @abstractmethod
     def rest(self) -> None:
         """End the use of the role: wait for pending weights after an update, and offload the tensors that the settings
-        select (see `megappo.megatron.offload`)."""
+        select (see `megappo.megatron.optimizer.offload`)."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -207,7 +207,7 @@ class LocalRole(Role):
     def run_forward(self, plan: MicrobatchPlan, samples: Mapping[int, PlacedSample]) -> dict[int, Tensor]:
         batches = self._packed(plan, samples)
         self.storage.bring_weights()
-        outputs = run_schedule(self._chunks, self.layout, batches, _Forward(), train=False)
+        outputs = run_schedule(self._chunks, self.layout, batches, _outputs, train=False)
         self._report = summed_reports(batch.segments.routing for batch in batches)
         if self.layout.grid.cp > 1 and self.layout.reports_losses:
             outputs = [
@@ -249,16 +249,11 @@ class LocalRole(Role):
         ]
 
 
-class _Forward:
-    """Task that returns the output of the output layer: log-probabilities or values."""
-
-    def expect(self, head: LogprobHead | ValueHead, batch: PackedBatch) -> None:
-        """Set the rows and the tokens that they predict."""
-        head.expect(batch)
-
-    def finish(self, head: LogprobHead | ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return the unchanged output, with its sum for the schedule. Nothing is differentiated."""
-        return output_NC.sum(), output_NC[:, 0].detach().float()
+def _outputs(head: LogprobHead | ValueHead, hidden_t1H: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities or values (N,) of a microbatch, with their sum for the schedule. Nothing is
+    differentiated."""
+    output_N, _ = head(hidden_t1H, batch)
+    return output_N.sum(), output_N.detach().float()
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
 from megappo.megatron.context import WHOLE, ContextShard
+from megappo.megatron.layers.router import microbatch_routing, routing_tensors
 from megappo.megatron.layout import Layout
-from megappo.megatron.router import microbatch_routing, routing_tensors
-from megappo.observe.progress import MICROBATCHES, PROGRESS
-from megappo.runtime.megatron_patches import PipelineSends
-from megappo.runtime.transfer import to_device
+from megappo.megatron.patches.all_devices import PipelineSends
+from megappo.megatron.segments import PackedSegments, packed_segments, segment_tensors
+from megappo.observe.terminal.progress import MICROBATCHES, PROGRESS
+from megappo.runtime.memory.transfer import to_device
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -134,13 +134,11 @@ Report = TypeVar("Report", covariant=True)
 
 
 class Task(Protocol[Head, Report]):
-    """Computation of a pass through the model: the output of the output layer and the report."""
+    """Computation of a pass on the last stage."""
 
-    def expect(self, head: Head, batch: PackedBatch) -> None:
-        """Set the computation of the output layer for the next microbatch, on the last stage."""
-
-    def finish(self, head: Head, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Report]:
-        """Convert the output of the output layer to a scalar for differentiation and a report."""
+    def __call__(self, head: Head, hidden_t1H: Tensor, batch: PackedBatch) -> tuple[Tensor, Report]:
+        """Apply the output layer to the hidden states of a microbatch, which sequence parallelism splits over tensor
+        ranks. Return a scalar for differentiation and a report."""
 
 
 def run_schedule(
@@ -162,20 +160,18 @@ def run_schedule(
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Report]]]:
         batch = next(batches)
         gpt = model.module if hasattr(model, "ddp_config") else model
-        if gpt.post_process:
-            task.expect(gpt.output_layer, batch)
         PROGRESS.add(MICROBATCHES, 1)
-        output = model(batch.tokens_1l, batch.segments.positions[None], None, packed_seq_params=batch.segments)
+        hidden = model(batch.tokens_1l, batch.segments.positions[None], None, packed_seq_params=batch.segments)
 
-        def finish(output_1NC: Tensor) -> tuple[Tensor, Tensor, Report]:
-            scalar, report = task.finish(gpt.output_layer, output_1NC.squeeze(0), batch)
+        def finish(hidden_t1H: Tensor) -> tuple[Tensor, Tensor, Report]:
+            scalar, report = task(gpt.output_layer, hidden_t1H, batch)
             # The function returns three values, because Megatron would multiply the first of two values by the context
             # parallel size (0.16.1 / 0.19.2, schedules.py:269/340). The second value is the token count of Megatron,
             # by which `calculate_per_token_loss` would divide. The first value is a clone, because
             # `deallocate_pipeline_outputs` frees the tensor and cannot free a view.
             return scalar.clone(), torch.zeros((), dtype=torch.int32, device=scalar.device), report
 
-        return output, finish
+        return hidden, finish
 
     for chunk in chunks:
         chunk.train(train)

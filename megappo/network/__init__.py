@@ -1,1 +1,1 @@
-"""HTTP requests and proxies."""
+"""HTTP requests, proxies and keys, and the addresses, interfaces and stores of a job."""

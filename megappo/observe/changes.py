@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.files.plain_files import synced
 from megappo.observe.metrics import read_metrics
-from megappo.observe.plain_files import synced
 
 _FILE = "changes.jsonl"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megappo.errors import ConfigError, reason
-from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import show_message
+from megappo.files.json_values import JSONValue
+from megappo.observe.terminal.messages import show_message
 from megappo.plugins import check_call, failure_text, load_function
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megappo.observe.charts import mean
+from megappo.observe.terminal.charts import mean
 from megappo_kernels.objectives import POLICY_METRICS, VALUE_METRICS, Metric
 
 
@@ -248,11 +248,11 @@ METRICS: dict[str, MetricDoc] = {
     "rollout/cache_hit_rate": MetricDoc(
         "fraction",
         "Share of the prompt tokens of all ranks that were in the servers' prefix caches. In episodes, prompt tokens "
-        "include earlier turns (SGLang).",
+        "include earlier turns (servers).",
         "steady; above 0.5 with several turns, or with several samples of a long prompt",
     ),
-    "rollout/cache_hit_rate_min": MetricDoc("fraction", "Lowest hit rate of a server (SGLang).", "near the mean"),
-    "rollout/cache_hit_rate_max": MetricDoc("fraction", "Highest hit rate of a server (SGLang).", "near the mean"),
+    "rollout/cache_hit_rate_min": MetricDoc("fraction", "Lowest hit rate of a server.", "near the mean"),
+    "rollout/cache_hit_rate_max": MetricDoc("fraction", "Highest hit rate of a server.", "near the mean"),
     **EPISODES,
     "mismatch/mean": MetricDoc(
         "nats per token", "Mean |engine - trainer| log-probability.", "below 0.001 in float32, 0.05 in bfloat16"
@@ -302,26 +302,26 @@ METRICS: dict[str, MetricDoc] = {
     "sync/version": MetricDoc("count", "Version of the weights in the engine.", "step + 1"),
     "sync/gather_seconds": MetricDoc(
         "seconds",
-        "Part of sync/seconds: gathering and converting shards, including the wait for other ranks (SGLang).",
+        "Part of sync/seconds: gathering and converting shards, including the wait for other ranks (servers).",
         "most of sync/seconds",
     ),
-    "sync/load_seconds": MetricDoc("seconds", "Part of sync/seconds: waiting for servers to load (SGLang).", "small"),
+    "sync/load_seconds": MetricDoc("seconds", "Part of sync/seconds: waiting for servers to load.", "small"),
     "sync/verify_seconds": MetricDoc(
-        "seconds", "Part of sync/seconds: checksums that do not overlap with the transfer (SGLang).", "small"
+        "seconds", "Part of sync/seconds: checksums that do not overlap with the transfer (servers).", "small"
     ),
     "sync/session_seconds": MetricDoc(
-        "seconds", "Part of sync/seconds: opening and closing sessions, flushing caches (SGLang).", "below 0.1"
+        "seconds", "Part of sync/seconds: opening and closing sessions, flushing caches (servers).", "below 0.1"
     ),
     "sync/wake_seconds": MetricDoc(
         "seconds",
-        "Part of sync/seconds: trainers release memory, dead servers restart, and servers allocate memory (SGLang).",
+        "Part of sync/seconds: trainers release memory, dead servers restart, and servers allocate memory.",
         "steady; the largest part if servers use the GPUs of trainers",
     ),
     "sync/probe_gap": MetricDoc(
-        "nats", "Largest gap of a probe's log-probabilities after the sync (SGLang).", "as mismatch/max"
+        "nats", "Largest gap of a probe's log-probabilities after the sync (servers).", "as mismatch/max"
     ),
-    "sync/probe_seconds": MetricDoc("seconds", "Part of sync/seconds: the probe (SGLang).", "time of a few tokens"),
-    "engine/restarts": MetricDoc("count", "Server restarts since the run began (SGLang).", "0"),
+    "sync/probe_seconds": MetricDoc("seconds", "Part of sync/seconds: the probe (servers).", "time of a few tokens"),
+    "engine/restarts": MetricDoc("count", "Server restarts since the run began.", "0"),
     "balance/imbalance": MetricDoc(
         "fraction",
         "FLOPs of the busiest replicas of each forward pass and update, divided by the mean over replicas, minus 1.",

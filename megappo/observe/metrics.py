@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megappo.errors import reason, show
-from megappo.observe.appending import AppendedFile
+from megappo.files.appending import AppendedFile
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import check_plain, synced
 from megappo.observe.distributions import Distribution
-from megappo.observe.json_values import JSONValue
 from megappo.observe.loggers import Contained, Logger, make_logger
-from megappo.observe.plain_files import check_plain, synced
 from megappo.observe.wandb_log import WandbLogger
 
 _METRICS_FILE = "metrics.jsonl"

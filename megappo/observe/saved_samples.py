@@ -1,7 +1,8 @@
-"""Views of the samples of a saved step: one line per sample, the tokens of a sample, and sums over all tokens.
+"""Reader of saved experience: the saved steps of a folder, and views of their samples.
 
-This module reads the files of `megappo.ppo.experience_files` without torch. Texts are from a model and must be escaped
-for display. Suffixes of names: B samples, N response tokens of all samples.
+A view has one line per sample, the tokens of a sample, or sums over all tokens. This module reads the files of
+`megappo.ppo.records.experience_files` without torch. Texts are from a model and must be escaped for display. Suffixes
+of names: B samples, N response tokens of all samples.
 """
 
 from __future__ import annotations
@@ -11,34 +12,99 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import ErrorDetails
 
 from megappo.errors import reason
-from megappo.observe.ends import End, end_of_older_version
-from megappo.observe.parquet_files import ColumnFile, Numbers
+from megappo.files.parquet_files import ColumnFile, Numbers
+from megappo.files.plain_files import plain_text
+from megappo.observe.ends import End
 
+MARKER = "step.json"
+"""Name of the file that is written last in the folder of a step. The folder is complete if the file exists."""
+_MOST_RANKS = 1 << 20
+"""Upper bound of ranks, far above useful values. A crafted marker must not cost minutes or all memory."""
 DATA_SOURCE = "data_source"
 """Column and metadata key for the task of a sample, as in the files of verl."""
 TOKEN_TEXTS = "response_token_texts"
 """Column with the text of each response token."""
 END, EPISODE = "end", "episode"
 """Columns for the end of a sample, and for the episode as JSON."""
-_ENDS = (END, EPISODE)
 TURN_REWARDS = "turn_rewards"
 """Column with the environment's reward at the end of each turn."""
 ALONE = {"reward": "reward_without_turns", "score": "score_without_turns"}
 """Columns without the rewards of turns, for `reward` and `score`, which include the rewards of turns."""
-_TOKENS, _MASK, _LOSS_MASK = "response_tokens", "response_mask", "loss_mask"
+_TOKENS, _MASK = "response_tokens", "response_mask"
 _TOKEN_COLUMNS = {
-    "mask": _MASK, "loss": _LOSS_MASK, "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
+    "mask": _MASK, "loss": "loss_mask", "reward": "token_rewards", "kl": "kl", "value": "values", "return": "returns",
     "advantage": "advantages", "ratio": "ratios", "version": "token_versions",
 }  # fmt: skip
-"""Columns of the values that are shown for each token. Some runs lack some columns."""
+"""Columns of the values that are shown for each token."""
+_OPTIONAL = ("kl", "value", "version")
+"""Token values that some runs do not save."""
 SPREAD_OVER_TOKENS = ("ratio", "value", "advantage")
 """Token values with a distribution on the page."""
-_OLD_LOGPROBS = "old_logprobs"
-_NUMBERS = ("sample_id", "group_id", "reward", "score", "truncated", "weight_version")
-_OF_TURNS = (TURN_REWARDS, *ALONE.values())
-_TEXTS = ("prompt", "response", "raw_response", "answer", DATA_SOURCE, "reward_failure")
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True))
+class SavedStep:
+    """A step with saved experience, as described by its marker file."""
+
+    folder: Path
+    step: int
+    run: str
+    """Directory of the run that saved the step."""
+    ranks: Annotated[int, Field(ge=1, le=_MOST_RANKS)]
+    """Number of ranks of that run. Each rank wrote one file."""
+    saved: Annotated[int, Field(ge=1)]
+    """Number of samples in the folder."""
+    prompts_per_step: Annotated[int, Field(ge=1)]
+    samples_per_prompt: Annotated[int, Field(ge=1)]
+    temperature: float
+    vocabulary: str | None = None
+    """`vocabulary_digest` of that run's tokenizer. The value is None in folders of earlier versions."""
+    min_response_tokens: int | None = None
+    """`rollout.min_response_tokens` of that run. The value is None in folders of earlier versions."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all samples of the step were saved."""
+        return self.saved == self.prompts_per_step * self.samples_per_prompt
+
+    def file(self, rank: int) -> Path:
+        """Return the path of a rank's samples."""
+        return self.folder / f"rank-{rank:05d}.parquet"
+
+    @property
+    def files(self) -> list[Path]:
+        """Paths of the samples of all ranks."""
+        return [self.file(rank) for rank in range(self.ranks)]
+
+
+def folder_of_step(folder: Path, step: int) -> Path:
+    """Return the folder of a step, in saved experience or in a record of arrivals."""
+    return folder / f"step-{step:06d}"
+
+
+def saved_steps(folder: Path) -> dict[int, SavedStep]:
+    """Return the steps in a folder of experience in ascending order. Raises ValueError if a marker cannot be read."""
+    saved_by_step = {}
+    for marker in sorted(folder.glob(f"step-*/{MARKER}")):
+        try:
+            step = SavedStep(folder=marker.parent, **json.loads(plain_text(marker)))
+        except (OSError, ValueError, TypeError) as error:
+            why = ", ".join(map(_problem, error.errors())) if isinstance(error, ValidationError) else reason(error)
+            raise ValueError(f"{marker} cannot be read ({why}); restore the folder as it was saved") from error
+        saved_by_step[step.step] = step
+    return saved_by_step
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """Format a pydantic error as its location and its message."""
+    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
 
 
 @dataclass(frozen=True)
@@ -78,8 +144,8 @@ class SampleTokens:
     """The response tokens of a sample."""
 
     ids: Sequence[int]
-    texts: Sequence[str] | None
-    """Text of each token; None in files of older versions."""
+    texts: Sequence[str]
+    """Text of each token."""
     columns: Mapping[str, Sequence[float]]
     """Values of each token by name: `mask`, `loss`, `reward`, `kl`, `value`, `return`, `advantage`, `ratio` and
     `version`. Values that the run did not compute are absent."""
@@ -129,115 +195,6 @@ class StepSums:
     """Correlation of values and returns."""
 
 
-def no_samples(path: Path, error: Exception) -> ValueError:
-    """Return the error for a file without saved samples."""
-    return ValueError(f"{path} contains no saved samples ({reason(error)}); name the saved experience of a run")
-
-
-@contextmanager
-def _samples_of(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise no_samples(path, error) from error
-
-
-def read_lines(path: Path) -> list[SampleLine]:
-    """Return a line for each sample of a file. Raises ValueError if the file is damaged or contains no samples."""
-    with _samples_of(path):
-        return _lines(ColumnFile(path, (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _MASK)))
-
-
-def ends_of(file: ColumnFile) -> list[End]:
-    """Return the end of each sample of a file. Raises ValueError if the file contains unknown ends."""
-    if END in file:
-        return [End(text or "") for text in file.texts(END)]
-    limits = [json.loads(text)["limit"] for text in file.plain(EPISODE)] if EPISODE in file else [""] * len(file)
-    truncated = file.numbers("truncated").tolist()
-    return [end_of_older_version(limit, truncated=was) for limit, was in zip(limits, truncated, strict=True)]
-
-
-def _with_turns(file: ColumnFile, name: str) -> Numbers:
-    """Return the column `reward` or `score`, including the rewards of turns: (B,). In files of older versions, the
-    columns do not include the rewards of turns. This function adds the rewards."""
-    numbers = file.numbers(name)
-    if TURN_REWARDS not in file or ALONE[name] in file:
-        return numbers
-    import numpy as np
-
-    (lengths, rewards_N), (own_lengths, own_N) = file.lists(TURN_REWARDS), file.lists(_MASK)
-    if lengths != own_lengths:
-        raise ValueError(f"columns {TURN_REWARDS} and {_MASK} differ in length")
-    own_N = own_N.astype(bool)
-    sample_N = np.repeat(np.arange(len(lengths)), lengths)
-    return numbers + np.bincount(sample_N[own_N], rewards_N[own_N], minlength=len(lengths))
-
-
-def _episode_failures(file: ColumnFile) -> list[str]:
-    if EPISODE not in file:
-        return [""] * len(file)
-    episodes = [json.loads(text) for text in file.plain(EPISODE)]
-    return [f"{x['failure']}: {x['reason']}" if x["failure"] else "" for x in episodes]
-
-
-def _lines(file: ColumnFile) -> list[SampleLine]:
-    numbers = {name: file.numbers(name).tolist() for name in _NUMBERS}
-    numbers |= {name: _with_turns(file, name).tolist() for name in ALONE}
-    texts = {name: file.texts(name) for name in _TEXTS}
-    lengths, ends, failures = file.lists(_MASK)[0], ends_of(file), _episode_failures(file)
-    return [
-        SampleLine(
-            sample_id=int(numbers["sample_id"][b]),
-            group_id=int(numbers["group_id"][b]),
-            reward=float(numbers["reward"][b]),
-            score=float(numbers["score"][b]),
-            length=lengths[b],
-            end=ends[b],
-            weight_version=int(numbers["weight_version"][b]),
-            prompt=texts["prompt"][b] or "",
-            response=texts["response"][b] or "",
-            raw_response=texts["raw_response"][b] or "",
-            answer=texts["answer"][b],
-            data_source=texts[DATA_SOURCE][b],
-            reward_failure=texts["reward_failure"][b] or "",
-            episode_failure=failures[b],
-        )
-        for b in range(len(file))
-    ]
-
-
-def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
-    """Return the sample at a position of a file. Raises ValueError as `read_lines` does."""
-    with _samples_of(path):
-        columns = (*_NUMBERS, *_TEXTS, *_ENDS, *_OF_TURNS, _TOKENS, TOKEN_TEXTS, *_TOKEN_COLUMNS.values())
-        file = ColumnFile(path, columns).row(place)
-        line = _lines(file)[0]
-        return line, _tokens_of(file), _sums([file])
-
-
-def _tokens_of(file: ColumnFile) -> SampleTokens:
-    """Return the tokens of a file with one sample."""
-    ids: list[int] = file.lists(_TOKENS)[1].tolist()
-    columns = {name: file.lists(column)[1].tolist() for name, column in _token_columns(file).items()}
-    columns.setdefault("version", file.numbers("weight_version").tolist() * len(ids))
-    if columns["loss"] == columns["mask"]:
-        del columns["loss"]
-    texts = file.text_lists(TOKEN_TEXTS)[0] if TOKEN_TEXTS in file else None
-    if texts is not None and len(texts) != len(ids):
-        raise ValueError(f"{len(texts)} texts of {len(ids)} tokens")
-    return SampleTokens(ids, texts, columns)
-
-
-def _token_columns(file: ColumnFile) -> dict[str, str]:
-    """Return the columns of token values in the file by value. Raises ValueError if the lengths of columns differ."""
-    columns = {name: column for name, column in _TOKEN_COLUMNS.items() if column in file}
-    lengths = file.lists(_TOKENS)[0]
-    for column in columns.values():
-        if file.lists(column)[0] != lengths:
-            raise ValueError(f"columns {column} and {_TOKENS} differ in length")
-    return columns
-
-
 @dataclass(frozen=True)
 class StepNumbers:
     """Numbers for the distributions of a step."""
@@ -250,54 +207,134 @@ class StepNumbers:
     """Values of all own tokens: `ratio`, `value` and `advantage`. Values that the run did not compute are absent."""
 
 
+@contextmanager
+def samples_in(path: Path) -> Iterator[ColumnFile]:
+    """Yield the columns of a file of saved samples. Raises ValueError if the file is damaged, or if the block raises an
+    error for a file without saved samples."""
+    file = ColumnFile(path)
+    try:
+        yield file
+    except (TypeError, ValueError, RuntimeError, KeyError, OverflowError) as error:
+        raise ValueError(
+            f"{path} contains no saved samples ({reason(error)}); name the saved experience of a run"
+        ) from error
+
+
+def read_lines(path: Path) -> list[SampleLine]:
+    """Return a line for each sample of a file. Raises ValueError if the file is damaged or contains no samples."""
+    with samples_in(path) as file:
+        return _lines(file)
+
+
+def ends_of(file: ColumnFile) -> list[End]:
+    """Return the end of each sample of a file. Raises ValueError if the file contains unknown ends."""
+    return [End(text or "") for text in file.texts(END)]
+
+
+def _episode_failures(file: ColumnFile) -> list[str]:
+    if EPISODE not in file:
+        return [""] * len(file)
+    episodes = [json.loads(text) for text in file.plain(EPISODE)]
+    return [f"{x['failure']}: {x['reason']}" if x["failure"] else "" for x in episodes]
+
+
+def _lines(file: ColumnFile) -> list[SampleLine]:
+    def texts(name: str) -> list[str]:
+        return [text or "" for text in file.texts(name)]
+
+    columns = {
+        "sample_id": map(int, file.numbers("sample_id").tolist()),
+        "group_id": map(int, file.numbers("group_id").tolist()),
+        "reward": map(float, file.numbers("reward").tolist()),
+        "score": map(float, file.numbers("score").tolist()),
+        "length": file.lists(_MASK)[0],
+        "end": ends_of(file),
+        "weight_version": map(int, file.numbers("weight_version").tolist()),
+        "prompt": texts("prompt"),
+        "response": texts("response"),
+        "raw_response": texts("raw_response"),
+        "answer": file.texts("answer"),
+        "data_source": file.texts(DATA_SOURCE),
+        "reward_failure": texts("reward_failure"),
+        "episode_failure": _episode_failures(file),
+    }
+    return [SampleLine(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+
+def read_sample(path: Path, place: int) -> tuple[SampleLine, SampleTokens, StepSums]:
+    """Return the sample at a position of a file. Raises ValueError as `read_lines` does."""
+    with samples_in(path) as file:
+        row = file.row(place)
+        return _lines(row)[0], _tokens_of(row), _sums(row.lists(_MASK)[0], [_token_numbers(row)])
+
+
+def read_tokens(path: Path, places: Sequence[int]) -> list[tuple[SampleTokens, Sequence[float]]]:
+    """Return the tokens of the samples at the given positions of a file, and the log-probabilities (nats) of the tokens
+    under the policy before the step's updates. Raises ValueError as `read_lines` does."""
+    with samples_in(path) as file:
+        rows = [file.row(place) for place in places]
+        return [(_tokens_of(row), row.lists("old_logprobs")[1].tolist()) for row in rows]
+
+
+def _tokens_of(file: ColumnFile) -> SampleTokens:
+    """Return the tokens of a file with one sample."""
+    ids: list[int] = file.lists(_TOKENS)[1].tolist()
+    columns = {name: numbers.tolist() for name, numbers in _token_numbers(file).items()}
+    columns.setdefault("version", file.numbers("weight_version").tolist() * len(ids))
+    if columns["loss"] == columns["mask"]:
+        del columns["loss"]
+    texts = file.text_lists(TOKEN_TEXTS)[0]
+    if len(texts) != len(ids):
+        raise ValueError(f"{len(texts)} texts of {len(ids)} tokens")
+    return SampleTokens(ids, texts, columns)
+
+
+def _token_numbers(file: ColumnFile) -> dict[str, Numbers]:
+    """Return the token values in the file by name. Raises ValueError if the lengths of columns differ, or if a column
+    that every run saves is missing."""
+    lengths, numbers = file.lists(_TOKENS)[0], dict[str, Numbers]()
+    for name, column in _TOKEN_COLUMNS.items():
+        if column in file or name not in _OPTIONAL:
+            own_lengths, numbers[name] = file.lists(column)
+            if own_lengths != lengths:
+                raise ValueError(f"columns {column} and {_TOKENS} differ in length")
+    return numbers
+
+
 def read_numbers(paths: Sequence[Path]) -> StepNumbers:
     """Return the numbers of all samples of the files. Raises ValueError as `read_lines` does."""
     import numpy as np
 
     rewards, lengths, tokens = list[Numbers](), list[int](), dict[str, list[Numbers]]()
     for path in paths:
-        with _samples_of(path):
-            of_tokens = (_TOKEN_COLUMNS[name] for name in SPREAD_OVER_TOKENS)
-            file = ColumnFile(path, ("reward", *_OF_TURNS, _TOKENS, _MASK, *of_tokens))
-            columns = _token_columns(file)
-            own_N = file.lists(_MASK)[1].astype(bool)
-            rewards.append(_with_turns(file, "reward"))
+        with samples_in(path) as file:
+            numbers = _token_numbers(file)
+            own_N = numbers["mask"].astype(bool)
+            rewards.append(file.numbers("reward"))
             lengths += file.lists(_MASK)[0]
             for name in SPREAD_OVER_TOKENS:
-                if name in columns:
-                    tokens.setdefault(name, []).append(file.lists(columns[name])[1][own_N])
+                if name in numbers:
+                    tokens.setdefault(name, []).append(numbers[name][own_N])
     joined = {name: np.concatenate(parts) for name, parts in tokens.items()}
     return StepNumbers(np.concatenate(rewards), np.asarray(lengths), joined)
 
 
-def read_tokens(path: Path, places: Sequence[int]) -> list[tuple[SampleTokens, Sequence[float]]]:
-    """Return the tokens of the samples at the given positions of a file, and the log-probabilities (nats) of the tokens
-    under the policy before the step's updates. Raises ValueError as `read_lines` does."""
-    with _samples_of(path):
-        columns = ("weight_version", _TOKENS, TOKEN_TEXTS, _OLD_LOGPROBS, *_TOKEN_COLUMNS.values())
-        file = ColumnFile(path, columns)
-        rows = [file.row(place) for place in places]
-        return [(_tokens_of(row), row.lists(_OLD_LOGPROBS)[1].tolist()) for row in rows]
-
-
 def read_sums(paths: Sequence[Path]) -> StepSums:
     """Return sums over the tokens of all samples of the files. Raises ValueError as `read_lines` does."""
-    files = []
+    lengths, columns = list[int](), list[dict[str, Numbers]]()
     for path in paths:
-        with _samples_of(path):
-            files.append(ColumnFile(path, (_TOKENS, *_TOKEN_COLUMNS.values())))
-            _token_columns(files[-1])
-    with _samples_of(paths[0].parent):
-        return _sums(files)
+        with samples_in(path) as file:
+            lengths += file.lists(_MASK)[0]
+            columns.append(_token_numbers(file))
+    return _sums(lengths, columns)
 
 
-def _sums(files: Sequence[ColumnFile]) -> StepSums:
+def _sums(lengths: Sequence[int], columns: Sequence[Mapping[str, Numbers]]) -> StepSums:
     import numpy as np
 
     def of_tokens(name: str) -> Numbers:
-        return np.concatenate([file.lists(_TOKEN_COLUMNS[name])[1] for file in files])
+        return np.concatenate([numbers[name] for numbers in columns])
 
-    lengths = [length for file in files for length in file.lists(_MASK)[0]]
     sample_N = np.repeat(np.arange(len(lengths)), lengths)
     own_N, rewards_N, returns_N = of_tokens("mask").astype(bool), of_tokens("reward"), of_tokens("return")
     places = np.flatnonzero(own_N)
@@ -309,7 +346,7 @@ def _sums(files: Sequence[ColumnFile]) -> StepSums:
     first_returns = returns_N[places[first]]
     returns, values = returns_N[places].astype("float64"), None
     explained = correlation = float("nan")
-    if all(_TOKEN_COLUMNS["value"] in file for file in files):
+    if all("value" in numbers for numbers in columns):
         values = of_tokens("value")[places].astype("float64")
         if len(returns) and returns.var() > 0:
             explained = float(1 - (returns - values).var() / returns.var())

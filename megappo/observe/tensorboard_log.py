@@ -21,9 +21,9 @@ from tensorboard.plugins.hparams.api_pb2 import Experiment
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megappo.observe.appending import AppendedFile
+from megappo.files.appending import AppendedFile
+from megappo.files.json_values import JSONValue
 from megappo.observe.distributions import Distribution, middles
-from megappo.observe.json_values import JSONValue
 
 LAYOUT: Mapping[str, Mapping[str, Sequence[str]]] = {
     "1 reward": {

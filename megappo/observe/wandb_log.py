@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.errors import ConfigError, how_to_install, reason
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import plain_text
 from megappo.observe.distributions import Distribution
-from megappo.observe.json_values import JSONValue
-from megappo.observe.plain_files import plain_text
 
 ID_FILE = "wandb-id"
 """File of the run directory with the id at Weights & Biases."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megappo.config import Config, resolve
-from megappo.config.roles import ActorSettings, CriticSettings
+from megappo.config.sections.roles import ActorSettings, CriticSettings
 from megappo.errors import show
 
 _RATES = {"actor": "as in DAPO, Open-Reasoner-Zero and verl", "critic": "as in Open-Reasoner-Zero"}
@@ -32,11 +32,10 @@ class OpenSetting:
 def choices(config: Config, ranks: int, *, on_cuda: bool) -> Iterator[OpenSetting]:
     """Return the unset settings that affect training, speed or memory. `config` is a configuration as loaded, before
     `resolve` fills in defaults."""
-    if config.rollout.engine is None and config.rollout.load_from is None:
-        engine = resolve(config, on_cuda=on_cuda).rollout.engine
-        yield OpenSetting(
-            "rollout.engine", str(engine), "the machine has GPUs" if on_cuda else "the machine has no GPU"
-        )
+    if config.rollout.engine_name is None and config.rollout.load_from is None:
+        rollout = resolve(config, on_cuda=on_cuda).rollout
+        why = "the machine has GPUs" if on_cuda else "the machine has no GPU"
+        yield OpenSetting(rollout.engine_setting, str(rollout.engine_name), why)
     if "prompts_per_step" not in config.rollout.model_fields_set:
         prompts = str(config.rollout.prompts_per_step)
         yield OpenSetting("rollout.prompts_per_step", prompts, "published recipes use 128 to 1,024")

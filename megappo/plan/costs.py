@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.flops import adapter_flops, forward_flops, recurrence_flops, update_flops
+from megappo.plan.bytes.servers import Servers, running_sequences, server_weights, token_bytes
+from megappo.plan.bytes.sizes import generation_flops_of_pair, model_sizes, state_bytes
+from megappo.plan.hardware.machines import ASSUMED, Machine
 from megappo.plan.inputs import RoleSetup, Setup, Workload
-from megappo.plan.machines import ASSUMED, Machine
-from megappo.plan.servers import Servers, running_sequences, server_weights, token_bytes
-from megappo.plan.sizes import generation_flops_of_pair, model_sizes, state_bytes
 from megappo.plan.sync import sync_traffic
 
 _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_REPLAY = 1.2, 0.3

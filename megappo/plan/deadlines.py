@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megappo.config import Config, ConfigError
-from megappo.config.engine import LEAST_REQUEST_SECONDS
 from megappo.config.schema import PHASES, RuntimeSettings
-from megappo.runtime.deadlines import Deadlines
+from megappo.config.sections.engine import LEAST_REQUEST_SECONDS
+from megappo.runtime.watch.deadlines import Deadlines
 
 _OTHER_START_SECONDS = 300.0
 """Startup time in seconds in addition to reading weights: imports, first compilations and creation of process
@@ -42,16 +42,17 @@ def planned_deadlines(config: Config, planned_seconds: Mapping[str, float]) -> D
         deadlines = replace(deadlines, of_phases=limits | config.runtime.phase_timeouts_seconds)
     if limit is not None:
         deadlines = replace(deadlines, collective_seconds=_collective_seconds(deadlines, limit, config.runtime))
-    timeout = config.rollout.servers.request_timeout_seconds if config.rollout.has_servers else None
+    has_servers = config.rollout.capabilities.separate_processes
+    timeout = config.rollout.server_settings.request_timeout_seconds if has_servers else None
     return replace(deadlines, request_seconds=timeout or max(slow.get("rollout", 0.0), LEAST_REQUEST_SECONDS))
 
 
 def _servers_start_seconds(config: Config) -> float:
     """Return the longest time in seconds until the run's own servers respond. The servers start in sequence.
     A server that exceeds its start timeout reports the failure itself."""
-    own = [judge.server for judge in config.reward.judges.values()] + [config.reward.model_server]
-    of_rewards = math.fsum(server.start_timeout_seconds for server in own if server is not None)
-    return of_rewards + (config.rollout.servers.start_timeout_seconds if config.rollout.has_servers else 0.0)
+    of_rewards = math.fsum(server.start_timeout_seconds for _, server in config.reward.own_servers.values())
+    has_servers = config.rollout.capabilities.separate_processes
+    return of_rewards + (config.rollout.server_settings.start_timeout_seconds if has_servers else 0.0)
 
 
 def _collective_seconds(deadlines: Deadlines, limit: float, settings: RuntimeSettings) -> float:

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megappo.config import Config, resolve
-from megappo.config.engine import SGLangSettings
+from megappo.config.rollout import RolloutSettings
 from megappo.config.rules.servers import server_rules
-from megappo.config.schema import RolloutSettings
+from megappo.config.sections.engine import DEFAULT_ENGINE, DEFAULT_SERVERS, ENGINES, ServerSettings
+from megappo.plan.bytes.memory import rank_memory
+from megappo.plan.bytes.servers import cache_tokens
 from megappo.plan.costs import rollout_cost
+from megappo.plan.hardware.machines import Machine
 from megappo.plan.inputs import Models, make_setup, unserved
-from megappo.plan.machines import Machine
-from megappo.plan.memory import rank_memory
-from megappo.plan.servers import cache_tokens
 
-_NAMES = {"sglang": "SGLang", "transformers": "the embedded engine"}
 _LARGEST_BATCH = 512
 """Largest batch in sequences that is tried for the embedded engine. Larger batches are hardly faster."""
 _ALIKE = 0.02
@@ -37,27 +36,28 @@ class OtherEngine:
 
 def other_engine(config: Config, models: Models, machine: Machine, gpus: int) -> OtherEngine:
     """Plan the rollout with the engine that the configuration does not use on this machine."""
-    config = resolve(config, on_cuda=machine.is_cuda)
-    name = "transformers" if config.rollout.has_servers else "sglang"
+    user, config = config.rollout, resolve(config, on_cuda=machine.is_cuda)
+    is_embedded = config.rollout.capabilities.separate_processes
+    name = DEFAULT_ENGINE if is_embedded else DEFAULT_SERVERS
+    label = ENGINES[name].label
     if config.rollout.load_from is not None:
         return OtherEngine(name, (), None, f"no engine is needed: samples are loaded from {config.rollout.load_from}")
     why = unserved(config, models.actor, on_cuda=machine.is_cuda)
-    if why and name == "sglang":
-        return OtherEngine(name, (), None, f"{_NAMES[name]} is not possible: {why}")
+    if why and not is_embedded:
+        return OtherEngine(name, (), None, f"{label} is not possible: {why}")
     now = _rollout_seconds(config, models, machine, gpus)
     fitting = [
         (seconds, overrides)
-        for rollout, overrides in _candidates(config, models, machine)
+        for rollout, overrides in _candidates(config, user, models, machine)
         if (seconds := _fitting_seconds(_with(config, rollout), models, machine, gpus)) is not None
     ]
     if not fitting:
-        why = "keeps a whole model on every rank" if name == "transformers" else "shares devices with the trainers"
-        if name == "transformers" and not config.offloads:
+        why = "keeps a whole model on every rank" if is_embedded else "shares devices with the trainers"
+        if is_embedded and not config.offloads:
             why += ", also during training; with `offload` of a role, the engine leaves the device during training"
-        sentence = f"{_NAMES[name]} does not fit: the engine {why}"
-        return OtherEngine(name, (), None, sentence)
+        return OtherEngine(name, (), None, f"{label} does not fit: the engine {why}")
     seconds, overrides = min(fitting)
-    summary = f"with {_NAMES[name]}, the rollout would take {seconds:.3g} seconds, {_compare(seconds, now)}"
+    summary = f"with {label}, the rollout would take {seconds:.3g} seconds, {_compare(seconds, now)}"
     return OtherEngine(name, overrides, seconds, f"{summary}: {' '.join(overrides)}")
 
 
@@ -71,30 +71,34 @@ def _with(config: Config, rollout: RolloutSettings) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _candidates(config: Config, models: Models, machine: Machine) -> Iterator[tuple[RolloutSettings, tuple[str, ...]]]:
-    """Return settings of the other engine with their overrides: batch sizes for the embedded engine, and sizes of
-    servers for SGLang."""
+def _candidates(
+    config: Config, user: RolloutSettings, models: Models, machine: Machine
+) -> Iterator[tuple[RolloutSettings, tuple[str, ...]]]:
+    """Return settings of the other engine with their overrides: batch sizes for the embedded engine, or sizes of
+    servers. `user` contains the settings before `resolve`, which the overrides replace."""
     base = config.rollout
-    any_type = ("rollout.dtype=null",) if base.dtype is not None else ()  # SGLang uses the actor's
-    if base.has_servers:
-        overrides = ["rollout.engine=transformers", *(["rollout.sglang=null"] if base.sglang is not None else [])]
+    if base.capabilities.separate_processes:
+        overrides = [f"rollout.engine={DEFAULT_ENGINE}", *(["rollout.servers=null"] if user.servers else [])]
         overrides += ["rollout.ahead=0"] if base.ahead else []
         overrides += ["rollout.max_lag=null"] if base.max_lag is not None else []
-        embedded = base.model_copy(update={"engine": "transformers", "sglang": None, "ahead": 0, "max_lag": None})
+        embedded = base.model_copy(update={"engine": DEFAULT_ENGINE, "servers": None, "ahead": 0, "max_lag": None})
         for batch in (2**n for n in range(_LARGEST_BATCH.bit_length())):
             more = [f"rollout.generate_batch_sequences={batch}"] if batch != base.generate_batch_sequences else []
             yield embedded.model_copy(update={"generate_batch_sequences": batch}), (*overrides, *more)
         return
+    nulls = [f"rollout.{name}=null" for name in ("engine", "dtype") if getattr(user, name) is not None]
+    kind = (*nulls, f"rollout.servers.kind={DEFAULT_SERVERS}")  # servers use the actor's dtype
+    base = base.model_copy(update={"engine": None, "servers": ServerSettings(), "dtype": None})
     if not machine.is_cuda:
-        yield base.model_copy(update={"engine": "sglang", "dtype": None}), ("rollout.engine=sglang", *any_type)
+        yield base, kind
         return
     for tensor_parallel, tenths in itertools.product((1, 2, 4, 8), range(1, 9)):
-        servers = SGLangSettings(tensor_parallel=tensor_parallel, memory_fraction=tenths / 10)
-        rollout = base.model_copy(update={"engine": "sglang", "sglang": servers, "dtype": None})
+        servers = ServerSettings(tensor_parallel=tensor_parallel, memory_fraction=tenths / 10)
+        rollout = base.model_copy(update={"servers": servers})
         if tensor_parallel > machine.devices_per_node or any(server_rules(_with(config, rollout), models.actor)):
             continue
-        sizes = [f"rollout.sglang.{key}={value:g}" for key, value in servers.model_dump(exclude_defaults=True).items()]
-        yield rollout, ("rollout.engine=sglang", *any_type, *sizes)
+        sizes = [f"rollout.servers.{key}={value:g}" for key, value in servers.model_dump(exclude_defaults=True).items()]
+        yield rollout, (*kind, *sizes)
 
 
 def _rollout_seconds(config: Config, models: Models, machine: Machine, gpus: int) -> float:

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.config import Config, ConfigError
+from megappo.families.rope import has_own_layers
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.plan.costs import step_costs, step_seconds
 from megappo.plan.deadlines import planned_deadlines
 from megappo.plan.engines import other_engine
+from megappo.plan.hardware.machines import ASSUMED, CPU_CORES, MACHINES, Machine
 from megappo.plan.inputs import Setup, make_setup
-from megappo.plan.machines import ASSUMED, CPU_CORES, MACHINES, Machine
 from megappo.plan.planner import read_models
-from megappo.plan.sizes import model_sizes
 from megappo.plan.stopping import stopping
-from megappo.runtime.deadlines import Deadlines
-from megappo.runtime.memory_limits import machine_bytes
+from megappo.runtime.memory.memory_limits import machine_bytes
+from megappo.runtime.watch.deadlines import Deadlines
 
 _UNKNOWN = "h100"
 """Machine that represents a GPU that is not in the table."""
@@ -89,7 +90,7 @@ def plan_start(config: Config, world_size: int, machine: Machine) -> StartPlan:
     rollout = seconds["rollout"]
     total = step_seconds(stages, setup.work.servers)
     dtype = getattr(torch, config.model.dtype)
-    accelerations = find_accelerations(config.model.accelerations).for_model(own_layers=models.actor.has_own_layers)
+    accelerations = find_accelerations(config.model.accelerations).for_model(own_layers=has_own_layers(models.actor))
     if accelerations.for_model(own_layers=False).uses_engine_layers(dtype):
         _check_windows(setup, accelerations.engine.summary)
     stop = stopping(setup, stages, share, total)
@@ -120,7 +121,7 @@ def _check_windows(setup: Setup, engine: str) -> None:
     Raises ConfigError if a role has both.
     """
     for role in setup.roles:
-        if role.grid.cp > 1 and role.arch.has_window and not role.arch.has_own_layers:
+        if role.grid.cp > 1 and role.arch.has_window and not has_own_layers(role.arch):
             name = "actor" if role.name == "reference" else role.name
             raise ConfigError(
                 f"{name}.layout.context_parallel is {role.grid.cp} and the {role.name} model has a sliding window, "

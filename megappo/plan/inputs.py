@@ -11,16 +11,18 @@ from megappo.config import Config, ConfigError, resolve
 from megappo.config.derive import role_numbers
 from megappo.config.grid import Grid
 from megappo.config.pipeline import chunk_layers, even_layers
-from megappo.config.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.config.rules.role_spec import RoleSpec
+from megappo.config.sections.engine import DEFAULT_ENGINE, DEFAULT_SERVERS, SERVERS
+from megappo.config.sections.roles import ActorSettings, CriticSettings, OffloadSettings
 from megappo.families.adapters import LoraShape, expert_adapter_parameters
-from megappo.families.architecture import ArchitectureConfig, expert_number_bytes
+from megappo.families.architecture import expert_number_bytes
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import expert_parameters
 from megappo.families.served import Served
-from megappo.plan.elements import FIRST, frozen_elements, largest_adapter, layer_adapters, stage_parameters
-from megappo.plan.rewards import reward_bytes
-from megappo.plan.servers import Servers, find_servers
-from megappo.plan.sizes import DTYPE_BYTES, largest_of_layer
+from megappo.plan.bytes.elements import FIRST, frozen_elements, largest_adapter, layer_adapters, stage_parameters
+from megappo.plan.bytes.rewards import reward_bytes
+from megappo.plan.bytes.servers import Servers, find_servers
+from megappo.plan.bytes.sizes import DTYPE_BYTES, largest_of_layer
 
 RoleSettings = ActorSettings | CriticSettings
 
@@ -254,7 +256,7 @@ class Workload:
     """Bytes of the weights of a reward model on every rank. Without CUDA, the value includes a share of the reward
     servers."""
     servers: Servers | None = None
-    """SGLang servers; None with the embedded engine."""
+    """Servers; None with an engine in the trainers."""
     engine_sleeps: bool = False
     """Whether the embedded engine releases the memory of its weights for training between rollouts."""
     has_engine: bool = True
@@ -295,15 +297,19 @@ graphs."""
 
 
 def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Setup:
-    """Return the planner's input for valid settings. SGLang uses its share of `device_bytes`.
+    """Return the planner's input for valid settings. Servers use their share of `device_bytes`.
 
-    Raises ConfigError if SGLang cannot run the actor's model, or if the number of servers does not fit.
+    Raises ConfigError if the servers cannot run the actor's model, or if the number of servers does not fit.
     """
-    if resolve(config, on_cuda=on_cuda).rollout.has_servers:
-        if why := unserved(config, models.actor, on_cuda=on_cuda):
+    rollout = resolve(config, on_cuda=on_cuda).rollout
+    if rollout.capabilities.separate_processes:
+        kind = rollout.server_settings.kind
+        if not rollout.is_custom and (why := unserved(config, models.actor, on_cuda=on_cuda)):
             dtype = "model.dtype to bfloat16, or " if why == NO_FLOAT32 else ""
-            raise ConfigError(f"rollout.engine is sglang, but {why}; set {dtype}rollout.engine to transformers")
-        if (problem := config.rollout.servers.count_problem(world_size, on_cuda=on_cuda)) is not None:
+            raise ConfigError(
+                f"rollout.servers.kind is {kind}, but {why}; set {dtype}rollout.engine to {DEFAULT_ENGINE}"
+            )
+        if (problem := rollout.server_settings.count_problem(world_size, on_cuda=on_cuda)) is not None:
             raise ConfigError(problem)
     actor = trained_role(config, "actor", models, world_size, on_cuda=on_cuda)
     critic = None if config.critic is None else trained_role(config, "critic", models, world_size, on_cuda=on_cuda)
@@ -314,11 +320,11 @@ def make_setup(config: Config, models: Models, world_size: int, *, on_cuda: bool
 
 
 def unserved(config: Config, actor: ArchitectureConfig, *, on_cuda: bool) -> str:
-    """Return the reason why SGLang cannot run the actor's model on a device. Return "" if SGLang can run it."""
+    """Return the reason why built-in servers cannot run the actor's model on a device, or "" if they can run it."""
     if on_cuda and config.model.dtype == "float32":
         return NO_FLOAT32
     why = actor.declaration.unserved(actor, Served(on_cuda, config.max_sequence_tokens))
-    return f"SGLang's {actor.family} {why}" if why else ""
+    return f"{SERVERS[DEFAULT_SERVERS].label}'s {actor.family} {why}" if why else ""
 
 
 def workload(config: Config, world_size: int, *, on_cuda: bool, device_bytes: float = 0.0) -> Workload:

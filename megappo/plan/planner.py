@@ -8,19 +8,20 @@ from pathlib import Path
 
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.base import LARGEST_WORLD
-from megappo.config.chat_template import template_in, thinking_notes
 from megappo.config.grid import format_rank_list
-from megappo.config.hub import HubName
-from megappo.config.model_files import load_architectures, tokenizer_folder
+from megappo.config.role_models import load_architectures, tokenizer_folder
 from megappo.config.shipped import shipped_file
-from megappo.plan.cache import check_cache
+from megappo.config.templates import thinking_notes
+from megappo.models.chat_template import template_in
+from megappo.models.hub import HubName
+from megappo.plan.bytes.cache import check_cache
+from megappo.plan.bytes.memory import RankMemory, rank_memory
+from megappo.plan.bytes.rewards import RewardServerMemory, reward_server_memory
+from megappo.plan.bytes.sizes import format_size
 from megappo.plan.costs import StageCost, step_costs, step_seconds
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.inputs import Models, make_setup
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import ASSUMED, MACHINES, Machine
-from megappo.plan.memory import RankMemory, rank_memory
-from megappo.plan.rewards import RewardServerMemory, reward_server_memory
-from megappo.plan.sizes import format_size
 from megappo.plan.stopping import Stopping, stopping
 from megappo.plan.sync import misplaced_server
 
@@ -129,9 +130,9 @@ def fewest_ranks(config: Config, *, on_cuda: bool = False) -> int:
         ends.append(layout.first_rank + (layout.ranks or size))
         if layout.ranks is None:
             open_sizes.append((layout.first_rank, size))
-    servers = config.rollout.servers
-    if on_cuda and resolve(config, on_cuda=True).rollout.has_servers and servers.placement == "colocated":
-        ends.append(servers.tensor_parallel)
+    rollout = resolve(config, on_cuda=on_cuda).rollout
+    if on_cuda and rollout.capabilities.separate_processes and not rollout.broadcasts:
+        ends.append(rollout.server_settings.tensor_parallel)
     for world in range(max(ends), LARGEST_WORLD):
         if all((world - first) % size == 0 for first, size in open_sizes):
             return world
@@ -194,7 +195,8 @@ def make_plan(config: Config, models: Models, machine: Machine, gpus: int) -> Pl
     if setup.work.servers is not None:
         if (problem := misplaced_server(setup, machine.devices_per_node)) is not None:
             raise ConfigError(problem)
-        check_cache(setup.actor.arch, setup.work, config.rollout.servers.memory_fraction)
+        if not config.rollout.is_custom:  # custom servers may have other caches
+            check_cache(setup.actor.arch, setup.work, config.rollout.server_settings.memory_fraction)
     rewards = reward_server_memory(config.reward, share.memory_bytes, on_cuda=True) if machine.is_cuda else ()
     ranks, stages, servers = rank_memory(setup), step_costs(setup, share), setup.work.servers
     seconds = step_seconds(stages, servers)

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 from megappo.config import Config, ConfigError, derive, resolve
 from megappo.config.load import flat_settings
-from megappo.config.roles import LayoutSettings, OffloadSettings
+from megappo.config.rollout import RolloutSettings
 from megappo.config.rules.batches import batch_rules
 from megappo.config.rules.layouts import parallel_rules, placement_rules, valid_tensor_parallel, vocabulary_rules
 from megappo.config.rules.role_spec import RoleSpec
-from megappo.config.schema import RolloutSettings
+from megappo.config.sections.roles import LayoutSettings, OffloadSettings
 from megappo.errors import divisors, show
+from megappo.plan.bytes.memory import engine_memory, rank_memory, role_memory, server_memory
+from megappo.plan.bytes.servers import Servers
 from megappo.plan.costs import forward_cost, rollout_cost, sync_cost, update_cost
+from megappo.plan.hardware.machines import MACHINES, Machine
 from megappo.plan.inputs import Models, RoleSettings, RoleSetup, Setup, Workload, reference_role, trained_role, workload
-from megappo.plan.machines import MACHINES, Machine
-from megappo.plan.memory import engine_memory, rank_memory, role_memory, server_memory
 from megappo.plan.planner import make_plan
-from megappo.plan.servers import Servers
 
 _DEEPEST_PIPELINE = 16
 _RECOMPUTE = ("none", "selective", "full")
@@ -349,13 +349,13 @@ def _rollouts(task: _Search, settings: RolloutSettings) -> Iterator[tuple[Rollou
             halvings += 1
             yield settings.model_copy(update={"generate_batch_sequences": batch}), 0.5 * halvings
     elif servers.colocated and servers.static_bytes:
-        its = settings.servers
+        its = settings.server_settings
         last = math.ceil(10 * its.memory_fraction)
         for tp in _server_ranks(task, servers):
             for tenth in range(1, 10 if task.by_speed else last):
                 changes = abs(math.log2(tp / its.tensor_parallel)) + 0.5 * max(1, abs(last - tenth))
                 other = its.model_copy(update={"tensor_parallel": tp, "memory_fraction": tenth / 10})
-                yield settings.model_copy(update={"sglang": other}), changes
+                yield settings.model_copy(update={"servers": other}), changes
 
 
 def _server_ranks(task: _Search, servers: Servers) -> list[int]:
@@ -365,7 +365,7 @@ def _server_ranks(task: _Search, servers: Servers) -> list[int]:
     if not task.by_speed or servers.nodes > 1 or servers.attention_groups > 1:
         return [tensor_parallel]
     most = min(task.machine.devices_per_node, task.gpus)
-    even = task.config.rollout.servers.expert_parallel
+    even = task.config.rollout.server_settings.expert_parallel
     fitting = {n for n in _SERVER_RANKS if n <= most and task.gpus % n == 0 and arch.heads % n == 0 and n % even == 0}
     return sorted(fitting | {tensor_parallel})
 
@@ -392,8 +392,6 @@ def _propose(task: _Search, settings: dict[str, RoleSettings], rollout: RolloutS
 
 def _overrides(base: Config, tried: Config) -> Iterator[str]:
     """Yield `key=value` for each setting of `tried` that differs from `base`."""
-    if tried.rollout.sglang is not None and base.rollout.sglang is None:
-        base = base.model_copy(update={"rollout": base.rollout.model_copy(update={"sglang": base.rollout.servers})})
     before = dict(flat_settings(base.model_dump()))
     for key, value in flat_settings(tried.model_dump()):
         if before.get(key) != value:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.config import Config
+from megappo.plan.bytes.elements import adapter_elements, frozen_elements
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.plan.costs import StageCost
-from megappo.plan.elements import adapter_elements, frozen_elements
+from megappo.plan.hardware.machines import ASSUMED, Machine
 from megappo.plan.inputs import RoleSetup, Setup
-from megappo.plan.machines import ASSUMED, Machine
-from megappo.plan.sizes import model_sizes
 
 _SLACK = 1.5
 """Safety factor on planned seconds. A whole step on an H100 took 1.15 times the planned time, and published runs took

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megappo.config.grid import Grid
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
+from megappo.plan.bytes.servers import server_weights
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.plan.inputs import Setup
-from megappo.plan.servers import server_weights
-from megappo.plan.sizes import model_sizes
 from megappo.reshard.feeding import Feeding
 from megappo.reshard.slices import Holdings, Receiver, copy_ranks
 
@@ -92,16 +92,18 @@ def misplaced_server(setup: Setup, ranks_per_node: int) -> str | None:
     if ranks > ranks_per_node:
         nodes = -(-servers.tensor_parallel // ranks_per_node)
         return (
-            f"rollout.sglang.tensor_parallel {servers.tensor_parallel} puts {ranks} ranks of a server on a node, which "
-            f"has {ranks_per_node} devices; set rollout.sglang.nodes to {nodes}, or lower tensor_parallel"
+            f"rollout.servers.tensor_parallel {servers.tensor_parallel} puts {ranks} ranks of a server on a node, "
+            f"which has {ranks_per_node} devices; set rollout.servers.nodes to {nodes}, or lower tensor_parallel"
         )
     problem = _feeding(setup, ranks_per_node).problem(0)
-    return None if problem is None else f"rollout.sglang.nodes is {servers.nodes}, but {problem}; choose another number"
+    return (
+        None if problem is None else f"rollout.servers.nodes is {servers.nodes}, but {problem}; choose another number"
+    )
 
 
 def _feeding(setup: Setup, ranks_per_node: int) -> Feeding:
     """Return the assignment of ranks to servers. If a node has too few devices for the servers, the plan assumes that
-    the servers are started separately and listed in `rollout.sglang.urls`."""
+    the servers are started separately and listed in `rollout.servers.urls`."""
     servers, world = setup.work.servers, setup.work.world_size
     assert servers is not None
     apart = servers.has_own_devices and servers.ranks > ranks_per_node

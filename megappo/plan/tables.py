@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megappo.config.grid import format_rank_list
+from megappo.plan.bytes.memory import RankMemory
 from megappo.plan.choices import OpenSetting
 from megappo.plan.engines import OtherEngine
-from megappo.plan.memory import RankMemory
 from megappo.plan.planner import Plan
 from megappo.plan.search import Proposal
 

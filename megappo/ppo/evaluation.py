@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from megappo.algo.pass_at_k import pass_at_k
-from megappo.config.data import ValidationSetSettings
+from megappo.config.sections.data import ValidationSetSettings
 from megappo.data import PromptDataset
 from megappo.errors import one_line
-from megappo.observe.messages import show_message
-from megappo.ppo.components import RunComponents
-from megappo.ppo.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
-from megappo.rewards.workers import too_many_failures
-from megappo.runtime.objects import all_gather_objects, first_of_ranks
-from megappo.runtime.tally import Tally
+from megappo.observe.terminal.messages import show_message
+from megappo.ppo.assembly.components import RunComponents
+from megappo.ppo.rollout.sampling import finish_rollout, prompts_of_rank, request_samples, sample_seed
+from megappo.rewards.processes.workers import too_many_failures
+from megappo.runtime.ranks.objects import all_gather_objects, first_of_ranks
+from megappo.runtime.ranks.tally import Tally
 from megappo.types import Rollouts
 
 _STEP_OF_SEEDS = 0

@@ -15,10 +15,10 @@ from megappo.algo.controllers import AdaptiveKLController, FixedKLController
 from megappo.algo.correction import importance_weights
 from megappo.algo.groups import Groups
 from megappo.algo.kl import apply_kl_to_rewards, on_last_tokens
-from megappo.config.algorithm import AlgorithmSettings
-from megappo.ppo.critic_gauges import critic_metrics, tally_values
-from megappo.ppo.methods import find_estimator, lambdas
-from megappo.runtime.tally import Tally
+from megappo.config.sections.algorithm import AlgorithmSettings
+from megappo.ppo.assembly.methods import find_estimator, lambdas
+from megappo.ppo.reports.critic_gauges import critic_metrics, tally_values
+from megappo.runtime.ranks.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 from megappo_kernels.gae import gae
 from megappo_kernels.objectives import kl_estimate

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.config.rules.experience import SavedStep, held_out, saved_steps
+from megappo.config.rules.experience import held_out
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
-from megappo.ppo.components import RunComponents
-from megappo.ppo.critic_gauges import critic_metrics, tally_values
+from megappo.observe.saved_samples import SavedStep, saved_steps
+from megappo.ppo.assembly.components import RunComponents
 from megappo.ppo.experience import trained_tokens
-from megappo.ppo.experience_files import SavedSamples
-from megappo.ppo.measures import balance_metrics, routing_metrics
-from megappo.ppo.sampling import sample_seed, share_of_rank
-from megappo.ppo.saved import LoadedSteps, check_tokens, joined_samples, read_some
-from megappo.ppo.selection import renumbered
+from megappo.ppo.records.experience_files import SavedSamples
+from megappo.ppo.records.saved import LoadedSteps, check_tokens, joined_samples, read_some
+from megappo.ppo.reports.critic_gauges import critic_metrics, tally_values
+from megappo.ppo.reports.measures import balance_metrics, routing_metrics
+from megappo.ppo.rollout.sampling import sample_seed, share_of_rank
+from megappo.ppo.rollout.selection import renumbered
 from megappo.ppo.trainer import PlacedStep, Trainer
-from megappo.rewards.workers import TIMED_OUT
-from megappo.runtime.objects import agreed
-from megappo.runtime.tally import Tally
+from megappo.rewards.processes.workers import TIMED_OUT
+from megappo.runtime.ranks.objects import agreed
+from megappo.runtime.ranks.tally import Tally
 from megappo.types import Experience, Rollouts, Scored
 
 _EPOCHS = -4
@@ -34,11 +35,11 @@ _EPOCHS = -4
 EXPLAINED = "critic/held_out_explained_variance"
 
 
-def trainer_of(parts: RunComponents, *arguments: Any) -> Trainer:
-    """Return the trainer for the settings of a run. `arguments` are the other arguments of `Trainer`."""
+def trainer_of(parts: RunComponents, *arguments: Any, **options: Any) -> Trainer:
+    """Return the trainer for the settings of a run. `arguments` and `options` are the other arguments of `Trainer`."""
     if parts.config.pretrains_critic:
-        return CriticTrainer(parts, *arguments)
-    return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *arguments)
+        return CriticTrainer(parts, *arguments, **options)
+    return (Trainer if parts.config.rollout.load_from is None else LoadedTrainer)(parts, *arguments, **options)
 
 
 def failure_metrics(rollouts: Rollouts, device: torch.device) -> dict[str, float]:
@@ -59,8 +60,8 @@ class LoadedTrainer(Trainer):
     All other quantities are computed again. With the same settings, an update repeats the update of the saved run.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         # With other settings the actor differs from the sampling policy. The mismatch then indicates no engine error.
         self.algorithm = self.algorithm.model_copy(update={"mismatch_stop_nats": torch.inf})
 
@@ -77,8 +78,8 @@ class LoadedTrainer(Trainer):
 class CriticTrainer(LoadedTrainer):
     """Trains only the critic on samples of all saved steps. The actor does not change and computes nothing."""
 
-    def __init__(self, parts: RunComponents, *arguments: Any) -> None:
-        super().__init__(parts, *arguments)
+    def __init__(self, parts: RunComponents, *arguments: Any, **options: Any) -> None:
+        super().__init__(parts, *arguments, **options)
         self._pool = SavedPool(parts)
         self._held_out = agreed(self._pool.held_out)
         self._saved = self._held_out

@@ -15,18 +15,20 @@ from megappo.checkpoint.select import shared_problems
 from megappo.checkpoint.shards import load_shards
 from megappo.checkpoint.versions import require_readable
 from megappo.config import Config, derive_run
+from megappo.config.renamed import replace_old_names
+from megappo.config.sections.engine import DEFAULT_ENGINE
 from megappo.errors import RunError, first_of
 from megappo.megatron.local_shards import LocalShard
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role
 from megappo.plugins import is_import_path
-from megappo.ppo.checkpoints import outcome_text
-from megappo.ppo.methods import find_objective
-from megappo.ppo.models import ModelBuilder
-from megappo.ppo.start import run_steps
+from megappo.ppo.assembly.methods import find_objective
+from megappo.ppo.assembly.models import ModelBuilder
+from megappo.ppo.assembly.start import run_steps
+from megappo.ppo.records.checkpoints import outcome_text
 from megappo.ppo.updates import LossWeights, PolicyTask, ValueTask
-from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo.types import Samples
 
 _SHOWN = 8
@@ -59,10 +61,10 @@ def replay(path: str, world_size: int) -> None:
             "the same number"
         )
     require_readable(folder, marker)
-    settings = marker.content["settings"]
+    settings, _ = replace_old_names(marker.content["settings"])
     settings["run"] |= {"steps": run_steps(marker), "epochs": None}
     # A replay generates no responses.
-    settings["rollout"] |= {"engine": "transformers", "sglang": None, "ahead": 0, "max_lag": None}
+    settings["rollout"] |= {"engine": DEFAULT_ENGINE, "servers": None, "ahead": 0, "max_lag": None}
     settings["model"]["trust_remote_code"] = False  # the folder may be untrusted
     loss = settings["algorithm"]["policy_loss"]
     of_users = {"model.family": settings["model"].get("family"), "algorithm.policy_loss": loss}

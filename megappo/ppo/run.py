@@ -8,31 +8,30 @@ from contextlib import closing
 from megappo.checkpoint.files import checkpoints_directory, finished
 from megappo.checkpoint.randomness import seed_generators
 from megappo.config import Config
-from megappo.config.chat_template import thinking_notes
-from megappo.config.end_of_turn import end_of_turn_notes
 from megappo.config.schema import PHASES
+from megappo.config.templates import end_of_turn_notes, thinking_notes
 from megappo.data import PromptDataset, TrainingPrompts
 from megappo.data.mixture import MixedPrompts
 from megappo.data.unknown import unknown_token_warning
 from megappo.errors import Interrupted
-from megappo.observe.progress import PROGRESS
-from megappo.ppo.checkpoints import Checkpoints
-from megappo.ppo.components import RunComponents, RunMode, assemble
+from megappo.observe.terminal.progress import PROGRESS
+from megappo.ppo.assembly.components import RunComponents, RunMode, assemble
+from megappo.ppo.assembly.rank_agreement import check_ranks
+from megappo.ppo.assembly.start import Start, choose_start, final_folder, is_exported
 from megappo.ppo.evaluation import evaluate_policy
-from megappo.ppo.exports import export_actor
-from megappo.ppo.loaded import trainer_of
-from megappo.ppo.rank_agreement import check_ranks
-from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import Start, choose_start, final_folder, is_exported
+from megappo.ppo.records.checkpoints import Checkpoints
+from megappo.ppo.records.exports import export_actor
+from megappo.ppo.reports.reporting import Reporter
+from megappo.ppo.training_run import TrainingRun
 from megappo.preflight.inputs import RunInputs
 from megappo.preflight.resolved import ResolvedRun
 from megappo.preflight.template_time import at_one_time
-from megappo.runtime.failures import Failure
-from megappo.runtime.interrupts import interruptible
 from megappo.runtime.launchers import left_variables
 from megappo.runtime.lock import HeldDirectory, locked_directory
 from megappo.runtime.process import Runtime, start_runtime
-from megappo.runtime.watchdog import GENERATING, Limits, Watchdog, watched
+from megappo.runtime.watch.failures import Failure
+from megappo.runtime.watch.interrupts import interruptible
+from megappo.runtime.watch.watchdog import GENERATING, Limits, Watchdog, watched
 
 
 def train(run: ResolvedRun) -> None:
@@ -94,20 +93,20 @@ def _train_and_export(
     for sentence in (*data_lines(parts), *parts.origins, *start.sentences):
         reporter.message(sentence)
     reporter.continue_after(start)
-    trainer = trainer_of(parts, reporter, checkpoints)
+    training = TrainingRun(parts, reporter, checkpoints)
     try:
-        trainer.train()
+        training.train()
     except Interrupted:
         PROGRESS.forget()
         lock.check()
-        if trainer.is_resuming:
+        if training.is_resuming:
             reporter.message(
                 f"stopped before the run continued after step {start.step}; its checkpoint is unchanged, and the "
                 "same command continues from it"
             )
             raise
         with reporter.stage("checkpoint"):
-            reporter.message(checkpoints.save_interrupted(trainer.boundary_when_stopped()))
+            reporter.message(checkpoints.save_interrupted(training.boundary_when_stopped()))
         raise
     lock.check()
     checkpoints.finish()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megappo.algo.overlong import overlong_penalty
 from megappo.config import Config
-from megappo.runtime.tally import Tally
+from megappo.runtime.ranks.tally import Tally
 from megappo.types import Rollouts
 from megappo_kernels.whiten import rounding_of, without_rounding
 

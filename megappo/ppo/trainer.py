@@ -1,49 +1,42 @@
-"""The PPO step. Each other module in this package implements a stage of the step.
+"""The PPO step. `training_run` repeats the step.
 
 data -> rollout -> reward -> forward -> advantages -> update critic, actor -> weight sync (version + 1)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megappo.algo.controllers import PenaltyController
-from megappo.engines.protocol import SleepingEngine
-from megappo.errors import Interrupted
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import Update
-from megappo.ppo.advice import refusal
-from megappo.ppo.cache_gauge import CacheGauge
-from megappo.ppo.checkpoints import Boundary, Checkpoints, Resumed, TrainerState
-from megappo.ppo.components import RunComponents
-from megappo.ppo.evaluation import evaluate_policy
+from megappo.ppo.assembly.components import RunComponents
 from megappo.ppo.experience import ExperienceMaker
-from megappo.ppo.exports import export_actor
-from megappo.ppo.in_flight import responses_of
-from megappo.ppo.jumps import Jump, describe_samples, watches_of
-from megappo.ppo.later_steps import forget_after
-from megappo.ppo.measures import (
+from megappo.ppo.records.saved import ExperienceRecord
+from megappo.ppo.reports.advice import refusal
+from megappo.ppo.reports.jumps import Jump, describe_samples, watches_of
+from megappo.ppo.reports.measures import (
     actor_mfu,
     balance_metrics,
     check_mismatch,
     environment_metrics,
     policy_kl,
-    restart_metrics,
     rollout_metrics,
     routing_metrics,
     source_metrics,
     sync_metrics,
-    update_engine,
 )
-from megappo.ppo.probe import probe_engines, probe_rollout
-from megappo.ppo.reporting import Reporter
-from megappo.ppo.sampling import sample_seed
-from megappo.ppo.saved import ExperienceRecord
-from megappo.ppo.selection import Selection
+from megappo.ppo.reports.reporting import Reporter
+from megappo.ppo.rollout.cache_gauge import CacheGauge
+from megappo.ppo.rollout.probe import probe_engines
+from megappo.ppo.rollout.sampling import sample_seed
+from megappo.ppo.rollout.scheduler import step_samples_of
+from megappo.ppo.rollout.selection import Selection
+from megappo.ppo.rollout.solved_prompts import report_solved_prompts
 from megappo.ppo.shaping import RewardShaper
-from megappo.ppo.solved_prompts import report_solved_prompts
 from megappo.ppo.updates import (
     MinibatchUpdate,
     NonFiniteUpdateError,
@@ -53,8 +46,10 @@ from megappo.ppo.updates import (
     draw_minibatches,
     step_metrics,
 )
-from megappo.runtime.tally import Totals
+from megappo.runtime.ranks.tally import Totals
 from megappo.types import Experience, Rollouts, Scored
+
+KeepRefused = Callable[[RoleUpdates, MinibatchUpdate], str]
 
 
 @dataclass(frozen=True)
@@ -67,161 +62,49 @@ class PlacedStep:
 
 
 class Trainer:
-    """Runs PPO on the components of a run. Every rank must call every method at the same time."""
+    """The stages of a PPO step on the components of a run. Every rank must call every method at the same time."""
 
-    def __init__(self, parts: RunComponents, reporter: Reporter, checkpoints: Checkpoints | None = None) -> None:
-        self.parts, self.config, self.reporter, self.checkpoints = parts, parts.config, reporter, checkpoints
+    def __init__(
+        self,
+        parts: RunComponents,
+        reporter: Reporter,
+        keep_refused: KeepRefused | None = None,
+        *,
+        keeps_engine_weights: bool = False,
+    ) -> None:
+        """Create the stages for the components of a run.
+
+        Args:
+            parts: models, engine, data and rewards of the run.
+            reporter: output of the run.
+            keep_refused: saves the minibatch of a refused update, and returns a message for the user.
+            keeps_engine_weights: whether to keep this rank's part of the weights in an engine that may have older
+                weights than the actor.
+        """
+        self.parts, self.config, self.reporter = parts, parts.config, reporter
         self.algorithm = self.config.algorithm
         self.experience_maker = ExperienceMaker(self.algorithm, parts.runtime.device)
         self.shaper = RewardShaper(self.config, parts.runtime.device)
         self.penalty = PenaltyController(self.algorithm.penalty.coef, self.algorithm.penalty.target)
-        self.responses = responses_of(parts)
+        self.responses = step_samples_of(parts)
         self.record = ExperienceRecord(parts)
         self.cache_gauge = CacheGauge(parts.engine, parts.runtime)
+        self.jump_watches = watches_of(self.config, (role.placement.name for role in parts.trained))
         self.step, self.weight_version = 0, 0
         self.actor_changed = True
         """True if the actor is newer than the engine weights."""
-        self.is_open = True
-        """True if the updates of `step` are done, but not its evaluation and log line."""
         self.engine_weights: list[Tensor] = []
         """This rank's part of the actor weights in the engine. They may be older than the actor."""
         self.metrics: dict[str, float] = {}
-        self.next_metrics: dict[str, float] = {}
-        self.jump_watches = watches_of(self.config, (role.placement.name for role in parts.trained))
-        self.boundary = Boundary(self.state_dict(), {}, {})
-        self.is_resuming = checkpoints is not None and checkpoints.resumed is not None
-        """True until the checkpoint is fully restored. A new checkpoint would be incomplete before."""
+        self._keep_refused = keep_refused
+        self._keeps_engine_weights = keeps_engine_weights and self.config.rollout.ahead == 1
 
-    def train(self) -> None:
-        """Run all remaining steps with evaluations and checkpoints."""
-        self.begin()
-        if self.checkpoints is not None:
-            self.checkpoints.start_clock()
-        while self.step < self.parts.derived.steps:
-            self.step += 1
-            self.ppo_step()
-            self.log_step()
-            self.checkpoint_if_due()
+    def ppo_step(self, carried: Mapping[str, float] | None = None) -> None:
+        """Run the stages of one step in the order of the data.
 
-    def begin(self) -> None:
-        """Sync the actor weights to the engine as the first version, or as the version in the checkpoint."""
-        was_open = False
-        resumed = self.checkpoints.resumed if self.checkpoints is not None else None
-        if resumed is not None:
-            self.load_state_dict(resumed.load())
-            was_open = self.is_open
-            self.boundary = Boundary(self.state_dict(), {}, {})
-            self._give_weights_again(resumed)
-            resumed.restore_random_states()
-            self.metrics = resumed.metrics()
-        else:
-            self.sync_weights()
-        forget_after(self.step, self.parts)
-        self.log_step()
-        self.is_resuming = False
-        if was_open and self.step:
-            self.checkpoint_if_due()  # the checkpoint does not contain an evaluation of this step
-
-    def _give_weights_again(self, resumed: Resumed) -> None:
-        """Repeat the last sync under its version. With `rollout.ahead: 1` the engine may need older weights than the
-        actor. If a checkpoint lacks older weights, the engine gets the actor weights under the next version."""
-        was_changed, actor = self.actor_changed, self.parts.actor
-        older = resumed.engine_weights()
-        newest = actor.exchange_weights(older) if older is not None else None
-        may_sample = resumed.has_engine_weights or self.config.rollout.dynamic_sampling is not None
-        are_lost = older is None and was_changed and may_sample
-        self.weight_version -= not are_lost
-        self.sync_weights()
-        probe_rollout(self.parts)
-        self.responses.load_state_dict(resumed.kept_responses())
-        if newest is not None:
-            self.responses.begin(self.step + 1)
-            actor.exchange_weights(newest)
-        self.actor_changed = was_changed and not are_lost
-
-    def log_step(self) -> None:
-        """Evaluate and log a step, and store the state of the run. An interrupted run does the rest when it resumes."""
-        try:
-            if self.is_open:
-                self.evaluate_if_due()
-                self.metrics |= restart_metrics(self.parts)
-                if self.step:
-                    self.reporter.log(self.step, self.metrics)
-                self.is_open = False
-            # Wait here for the responses of the next step, because that step would wait immediately.
-            self.responses.settle(weights_changed=self.actor_changed)
-            self._note_recovery()
-        except Interrupted:
-            self._note_boundary()
-            raise
-        self._note_boundary()
-
-    def checkpoint_if_due(self) -> None:
-        """Export the actor and write a checkpoint if due. Stop the run if it is interrupted or its time is over."""
-        every = None if self.config.checkpoint is None else self.config.checkpoint.huggingface_every_steps
-        if every is not None and self.step % every == 0:
-            with self.reporter.stage("export") as elapsed:
-                export_actor(self.parts, self.config.run.path / "huggingface" / f"step-{self.step:06d}", self.step)
-            self.next_metrics["time/export"] = elapsed.seconds
-        if self.checkpoints is not None and self.checkpoints.is_due(self.step):
-            with self.reporter.stage("checkpoint") as elapsed:
-                self.checkpoints.save(self.boundary, wait=self.step == self.parts.derived.steps)
-            self.next_metrics["time/checkpoint"] = elapsed.seconds
-        if self.step < self.parts.derived.steps:
-            self.parts.stop.check()
-            if self.checkpoints is not None:
-                self.checkpoints.stop_in_time()
-
-    def _note_boundary(self) -> None:
-        self.responses.forget(self.step)
-        is_behind = self.actor_changed and self.responses.needs_old_weights(self.step + 1)
-        pending, weights = self.responses.state_dict(self.step + 1), self.engine_weights if is_behind else []
-        self.boundary = Boundary(self.state_dict(), dict(self.metrics), pending, weights)
-
-    def boundary_when_stopped(self) -> Boundary:
-        """Return the boundary from which the run will resume, with the responses to keep."""
-        self.responses.pause(stops=True)
-        pending, state = self.responses.state_dict(self.boundary.step + 1), self.boundary.trainer
-        if self.responses.draws_on:
-            state = {**state, "cursor": self.responses.cursor_state()}
-            if self.parts.curriculum is not None:  # the curriculum may have changed since the boundary
-                state["curriculum"] = self.parts.curriculum.state_dict(self.boundary.step)
-        return replace(self.boundary, trainer=state, responses=self.boundary.responses | pending)
-
-    def state_dict(self) -> TrainerState:
-        """Return the state of the trainer as JSON types, without models and random states."""
-        state: TrainerState = {
-            "step": self.step,
-            "weight_version": self.weight_version,
-            "actor_changed": self.actor_changed,
-            "is_open": self.is_open,
-            "kl_controller": self.experience_maker.kl_controller.state_dict(),
-            "penalty": self.penalty.state_dict(),
-            "jumps": {name: watch.state_dict() for name, watch in self.jump_watches.items()},
-            "cursor": self.responses.cursor_state(),
-        }
-        if self.config.reward.normalize is not None:
-            state["scores"] = self.shaper.state_dict()
-        if self.parts.curriculum is not None:
-            state["curriculum"] = self.parts.curriculum.state_dict()
-        return state
-
-    def load_state_dict(self, state: TrainerState) -> None:
-        """Restore the state of a checkpoint. Raises ValueError if the data have changed since the start of the run."""
-        self.parts.cursor.load_state_dict(state["cursor"])
-        if self.parts.curriculum is not None:
-            self.parts.curriculum.load_state_dict(state.get("curriculum", ()))
-        self.experience_maker.kl_controller.load_state_dict(state["kl_controller"])
-        self.penalty.load_state_dict(state["penalty"])
-        self.shaper.load_state_dict(state.get("scores", ()))
-        self.step, self.weight_version = state["step"], state["weight_version"]
-        self.actor_changed, self.is_open = state["actor_changed"], state.get("is_open", False)
-        for name, watch in self.jump_watches.items():
-            watch.load_state_dict(state["jumps"].get(name, ()))
-
-    def ppo_step(self) -> None:
-        """Run one step in the order of the data."""
-        self.metrics, self.next_metrics = self.next_metrics, {}
+        `carried` are metrics since the previous step. They become part of the metrics of this step.
+        """
+        self.metrics = dict(carried or {})
         self.reporter.begin_step(self.step)
         rollouts, scores_B = self.sample()
         placed, scored = self.forward(rollouts, scores_B)
@@ -234,12 +117,11 @@ class Trainer:
             self.sync_weights()
         self.metrics |= self.reporter.end_step(self.metrics, experience)
         self.metrics |= actor_mfu(self.parts, self.metrics)
-        self.is_open = True
 
     def sample(self) -> tuple[Rollouts, Tensor]:
         """Return this rank's responses of the step and their scores, after dynamic sampling."""
         if self.config.rollout.in_flight:
-            self._sync_if_behind()  # a run that used `ahead: 1` before may have a stale engine
+            self.sync_if_behind()  # a run that used `ahead: 1` before may have a stale engine
         rollouts, dynamic = self.generate(), self.config.rollout.dynamic_sampling
         if dynamic is None:
             self.release_engine(rollouts)
@@ -276,7 +158,7 @@ class Trainer:
                 rollouts = self.responses.more(self.step, round_number, prompts)
             else:
                 rollouts = self.responses.of_step(self.step, weights_changed=self.actor_changed)
-        self._note_recovery()
+        self.adopt_recovery()
         return rollouts
 
     def release_engine(self, rollouts: Rollouts) -> None:
@@ -287,10 +169,10 @@ class Trainer:
         self.metrics |= environment_metrics(rollouts, self.parts) | self.cache_gauge.metrics()
         self.metrics |= {"prompt/dropped": float(self.parts.train_prompts.dropped)} | self.responses.metrics()
         if not self.config.rollout.ahead:
-            if isinstance(self.parts.engine, SleepingEngine):
-                self.parts.engine.sleep()
+            self.responses.pause()
+            self.parts.engine.sleep()
         elif not self.config.rollout.in_flight and self.step < self.parts.derived.steps:
-            self._sync_if_behind()
+            self.sync_if_behind()
             self.responses.begin(self.step + 1)
 
     def reward(self, rollouts: Rollouts) -> tuple[Rollouts, Tensor, Totals]:
@@ -405,9 +287,7 @@ class Trainer:
     def _refuse(self, updates: RoleUpdates, refused: MinibatchUpdate) -> None:
         """Save the batch for a replay, and end the run if configured."""
         name = updates.batch.role.placement.name
-        replay_note = (
-            self.checkpoints.keep_refused(updates, refused, self.boundary) if self.checkpoints is not None else ""
-        )
+        replay_note = "" if self._keep_refused is None else self._keep_refused(updates, refused)
         if self.algorithm.on_nonfinite == "stop":
             sentences = refusal(name, self.metrics, refused.update.sums, self.algorithm)
             raise NonFiniteUpdateError(f"{sentences} {replay_note}")
@@ -419,31 +299,20 @@ class Trainer:
             # The order matters: no generation runs while weights change, and samples in flight continue only after
             # the probe has checked the weights.
             self.responses.pause()
-            moving = update_engine(self.parts, self.weight_version)
+            report = self.parts.engine.update_weights(self.parts.weights, self.weight_version)
             self.metrics |= probe_engines(self.parts)
             self.responses.go_on()
         self.actor_changed = False
-        if self.config.rollout.ahead == 1 and self.checkpoints is not None and self.checkpoints.keeps_engine_weights:
+        if self._keeps_engine_weights:
             self.engine_weights = self.parts.actor.copy_weights()
-        self.metrics |= sync_metrics(self.parts, elapsed.seconds, moving, self.weight_version)
+        self.metrics |= sync_metrics(self.parts, elapsed.seconds, report, self.weight_version)
 
-    def _sync_if_behind(self) -> None:
+    def sync_if_behind(self) -> None:
+        """Sync the weights if the actor has changed since the last sync."""
         if self.actor_changed:
             self.sync_weights()
 
-    def _note_recovery(self) -> None:
+    def adopt_recovery(self) -> None:
         """Adopt the version of an engine that was restarted during a rollout and received the newer actor weights."""
         if self.parts.engine.version != self.weight_version:
             self.weight_version, self.actor_changed = self.parts.engine.version, False
-
-    def evaluate_if_due(self) -> None:
-        """Evaluate on the validation prompts if due."""
-        evaluation = self.config.evaluation
-        if evaluation is not None and evaluation.is_due(self.step, self.parts.derived.steps):
-            self.responses.settle(weights_changed=self.actor_changed)
-            self._note_recovery()
-            self._sync_if_behind()
-            with self.reporter.stage("evaluate") as elapsed, self.cache_gauge.left_out():
-                metrics = evaluate_policy(self.parts)
-            self.metrics |= metrics | {"time/evaluate": elapsed.seconds}
-            self.reporter.note_evaluation(self.step, metrics)

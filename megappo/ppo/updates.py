@@ -13,17 +13,17 @@ from torch import Tensor
 
 from megappo.algo.aggregation import Aggregation, token_weights
 from megappo.config import Config
-from megappo.config.algorithm import AlgorithmSettings
-from megappo.config.roles import TrainedRoleSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
+from megappo.config.sections.roles import TrainedRoleSettings
 from megappo.errors import RunError
-from megappo.megatron.heads import LogprobHead, PolicyTarget, ValueHead
+from megappo.megatron.heads import LogprobHead, ValueHead
 from megappo.megatron.placed import PlacedBatch
 from megappo.megatron.roles import Update
 from megappo.megatron.schedule import PackedBatch
-from megappo.observe.progress import PROGRESS
+from megappo.observe.terminal.progress import PROGRESS
+from megappo.ppo.assembly.methods import find_objective
 from megappo.ppo.experience import trained_tokens
-from megappo.ppo.methods import find_objective
-from megappo.runtime.exchange import all_gather_varying
+from megappo.runtime.ranks.exchange import all_gather_varying
 from megappo.types import Experience
 from megappo_kernels.losses import PolicyInputs, ppo_value_loss
 from megappo_kernels.metrics import shown
@@ -214,15 +214,13 @@ class PolicyTask:
     objective: PolicyObjective
     weights: LossWeights
 
-    def expect(self, head: LogprobHead, batch: PackedBatch) -> None:
-        """Set the objective and the inputs of the output layer for the rows of this microbatch."""
+    def __call__(
+        self, head: LogprobHead, hidden_t1H: Tensor, batch: PackedBatch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and its metrics."""
         sequences_N = batch.sequences_N if self.objective.sees_sequences else None
         inputs = PolicyInputs(**self.weights.inputs(batch), sequences=sequences_N)
-        head.expect(batch, PolicyTarget(inputs, self.objective))
-
-    def finish(self, head: LogprobHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss and its metrics."""
-        return output_NC[0, 0], head.report
+        return head(hidden_t1H, batch, inputs, self.objective)
 
 
 @dataclass(frozen=True)
@@ -232,13 +230,10 @@ class ValueTask:
     value_clip: float | None
     weights: LossWeights
 
-    def expect(self, head: ValueHead, batch: PackedBatch) -> None:
-        """Set the rows of the response tokens."""
-        head.expect(batch)
-
-    def finish(self, head: ValueHead, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, head: ValueHead, hidden_t1H: Tensor, batch: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss and its metrics."""
-        result = ppo_value_loss(values=output_NC[:, 0], value_clip=self.value_clip, **self.weights.inputs(batch))
+        values_N, _ = head(hidden_t1H, batch)
+        result = ppo_value_loss(values=values_N, value_clip=self.value_clip, **self.weights.inputs(batch))
         return result.loss, result.metrics
 
 

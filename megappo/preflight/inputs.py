@@ -9,12 +9,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config import Config
-from megappo.config.model_files import load_tokenizer, resolve_stop_token_ids, role_folder, token_rows
-from megappo.config.tokens import TokenRows
-from megappo.config.vocabulary import check_saved_tokens
+from megappo.config.role_models import load_tokenizer, role_folder, token_rows
+from megappo.config.rules.experience import check_saved_tokens
 from megappo.data import PromptDataset, TrainingPrompts, read_prompts
 from megappo.environments.protocol import Environment
 from megappo.environments.registry import make_environment
+from megappo.models.model_files import resolve_stop_token_ids
+from megappo.models.tokens import TokenRows
 
 
 @dataclass(frozen=True)

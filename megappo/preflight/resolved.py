@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megappo.config import Config, ConfigError, Derived, check_run, derive, derive_run, resolve
-from megappo.config.roles import LayoutSettings
+from megappo.config.sections.roles import LayoutSettings
 from megappo.config.start_lines import training_line
 from megappo.errors import RunError
 from megappo.plan.planner import default_machine, fewest_ranks, local_models_folder, read_models
@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from megappo.engines.protocol import EngineFactory
     from megappo.plan.inputs import Models, Setup
     from megappo.preflight.inputs import RunInputs
-    from megappo.runtime.deadlines import Deadlines
+    from megappo.runtime.watch.deadlines import Deadlines
 
 
 def resolve_for_device(config: Config) -> Config:
     """Return the settings with the values that follow from this machine's device."""
-    if config.rollout.engine is not None:
+    if config.rollout.engine_name is not None:
         return config  # without the import of torch, which takes seconds
     from megappo.runtime import device
 
     return resolve(config, on_cuda=device.runs_on_cuda(config.runtime))
+
+
+def _prepare_import(config: Config) -> None:
+    """Hide broken libraries from Megatron-Core before a custom engine is imported for its capabilities."""
+    if config.rollout.is_custom:
+        from megappo.runtime.accelerations import find_accelerations
+
+        find_accelerations(config.model.accelerations)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ def outline_run(
 
     Raises ConfigError for settings that violate a rule.
     """
+    _prepare_import(config)
     config = resolve_for_device(config) if on_cuda is None else resolve(config, on_cuda=on_cuda)
     if world_size is None:
         started = read_world_size(os.environ)
@@ -83,6 +92,7 @@ def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRu
     Raises ConfigError for settings, ValueError for data, and RunError for missing software and devices.
     """
     world_size = read_world_size(os.environ)
+    _prepare_import(config)
     if command == "eval" and world_size == 1:
         config = _in_one_process(resolve_for_device(config))
     derived = _derived(command, config, world_size)  # finds most errors before torch is imported
@@ -111,7 +121,7 @@ def resolve_run(command: Literal["train", "eval"], config: Config) -> ResolvedRu
 
 def _check_shared_memory(config: Config, setup: Setup, world_size: int) -> None:
     """Raise RunError if this machine has no room or no sockets for the buckets of the weight stream."""
-    from megappo.plan.shared_memory import room_problem, shared_buckets_bytes, socket_problem
+    from megappo.plan.bytes.shared_memory import room_problem, shared_buckets_bytes, socket_problem
 
     needed_bytes = shared_buckets_bytes(config, setup, world_size, read_ranks(os.environ).local_world_size)
     if needed_bytes:
@@ -126,7 +136,7 @@ def _in_one_process(config: Config) -> Config:
     The embedded engine needs the whole model, so the layouts of the trained models are replaced. Servers keep the
     layout, because their weights are sent from this layout.
     """
-    if config.rollout.has_servers:
+    if config.rollout.capabilities.separate_processes:
         return config
     single_rank_layouts = {
         name: role.model_copy(update={"layout": LayoutSettings()}) for name, role in config.trained.items()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megappo.checkpoint.files import Marker, checkpoints_directory, finished
 from megappo.config import Config
-from megappo.config.tokens import template_now
-from megappo.runtime.objects import broadcast_object
+from megappo.models.tokens import template_now
+from megappo.runtime.ranks.objects import broadcast_object
 
 
 def with_template_time(config: Config) -> Config:

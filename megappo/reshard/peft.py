@@ -12,15 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megappo.config.folder_texts import read_object
-from megappo.config.hub import HubName
 from megappo.errors import first_of, reason, show, writing
 from megappo.families.adapters import WEIGHT, A, B, LoraShape, adapter_tensors, ambiguous_targets, initial_bound
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights, WeightSource
-from megappo.observe.json_values import JSONValue
-from megappo.reshard.files import finite
+from megappo.files.folder_texts import read_object
+from megappo.files.json_values import JSONValue
+from megappo.models.hub import HubName
+from megappo.models.weight_files import finite
 from megappo.reshard.sources import generator_of
 from megappo.reshard.writer import save_tensors
 

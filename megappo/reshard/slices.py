@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megappo.config.grid import Grid
-from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
-from megappo.families.declaration import Kind, Shape
+from megappo.families.architecture import padded_vocab_size
+from megappo.families.declaration import ArchitectureConfig, Kind, Shape
 from megappo.families.parameters import EMBEDDING, Parameter, Piece, expert_share, model_parameters, pieces
 
 _VOCAB_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang 0.5.23 (srt/layers/vocab_parallel_embedding.py:48)

@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.packed import packed_parts, stored_shapes
 from megappo.families.parameters import HF_EMBEDDING, HF_OUTPUT_LAYER, Piece, model_parameters, tensor_shapes
 from megappo.families.weights import ValueHeadWeights
-from megappo.reshard.files import SINGLE, finite, tensor_files
+from megappo.models.weight_files import SINGLE, finite, tensor_files
 from megappo.reshard.float8 import SCALE_SUFFIX, SCALE_TYPES, WEIGHT_TYPE, dequantised, scale_shape
 from megappo.reshard.mxfp4 import BLOCK as MXFP4_BLOCK
 from megappo.reshard.mxfp4 import SUFFIXES as MXFP4

@@ -20,10 +20,10 @@ from megappo.config.grid import Grid
 from megappo.errors import RunError, first_of
 from megappo.families.declaration import Shape
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters
-from megappo.observe.progress import PROGRESS, WEIGHTS
+from megappo.observe.terminal.progress import PROGRESS, WEIGHTS
 from megappo.reshard.slices import Holdings, Home, Receiver, SlicedCopy
 from megappo.runtime.device import plain_segments
-from megappo.runtime.objects import all_gather_objects
+from megappo.runtime.ranks.objects import all_gather_objects
 
 if TYPE_CHECKING:
     from megappo.megatron.roles import Role

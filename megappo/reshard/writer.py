@@ -17,13 +17,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from megappo.config.folder_texts import read_object
 from megappo.errors import writing
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.packed import packed_tensors, stored_shapes
 from megappo.families.rope import earlier_rope_fields
-from megappo.observe.json_values import JSONValue
-from megappo.reshard.files import INDEX, SINGLE
+from megappo.files.folder_texts import read_object
+from megappo.files.json_values import JSONValue
+from megappo.models.weight_files import INDEX, SINGLE
 from megappo.reshard.value_heads import EXPORTED
 
 _FILE_BYTES = 4 * 2**30

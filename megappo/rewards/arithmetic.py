@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 
 def answer_then_end(

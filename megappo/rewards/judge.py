@@ -1,6 +1,6 @@
 """Language model as a reward. A server generates a judgement of an answer, and the judgement becomes a score.
 
-This module runs in a worker. `megappo.config.judge` defines the settings.
+This module runs in a worker. `megappo.config.sections.judge` defines the settings.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.errors import one_line, remember
-from megappo.observe.json_values import JSONValue
-from megappo.rewards.http import ServerPlace, each, key_in, post, raise_reported_error
+from megappo.errors import one_line
+from megappo.files.json_values import JSONValue
+from megappo.rewards.http import ScoreServer, raise_reported_error
 
 if TYPE_CHECKING:
-    from megappo.config.judge import JudgeSettings, Template
+    from megappo.config.sections.judge import JudgeSettings, Template
 
 _SHOWN_CHARACTERS = 120
 _MATCH_SECONDS = 1.0
@@ -68,28 +68,18 @@ class JudgeText:
 class Asking:
     """The requests to a judge's server."""
 
-    place: ServerPlace
+    server: ScoreServer
     chat: bool
-    sampling: Mapping[str, JSONValue]
-    """Fields of a request in addition to the model and the prompt."""
-    timeout_seconds: float
-    most_tries: int
+    fields: Mapping[str, JSONValue]
+    """Fields of a request in addition to the prompt."""
 
     def request(self, prompt: str) -> JudgeText:
-        """Return the judge's text. Raises the errors of `post`, and ValueError for answers outside OpenAI's
+        """Return the judge's text. Raises the errors of `ScoreServer.post`, and ValueError for answers outside OpenAI's
         protocol."""
-        content: dict[str, JSONValue] = (
-            {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        )
-        return post(
-            f"{self.place.url.rstrip('/')}/{'chat/completions' if self.chat else 'completions'}",
-            {"model": self.place.model, **self.sampling, **content},
-            self._read,
-            headers={"Authorization": f"Bearer {self.place.key}"} if self.place.key else {},
-            deadline_seconds=self.timeout_seconds,
-            most_tries=self.most_tries,
-            absent_seconds=self.place.starting_seconds or 0.0,
-        )
+        if self.chat:
+            content = {**self.fields, "messages": [{"role": "user", "content": prompt}]}
+            return self.server.post("/chat/completions", content, self._read)
+        return self.server.post("/completions", {**self.fields, "prompt": prompt}, self._read)
 
     def _read(self, answer: Any) -> JudgeText:
         """Return the text in an answer of the server. Raises the errors of `read` in `post`."""
@@ -192,32 +182,19 @@ def _after_thoughts(text: str) -> str | None:
     return None if _THOUGHTS_BEGIN.search(rest) else rest
 
 
-def judge_key(settings: JudgeSettings) -> str:
-    """Return the key of the judge's server, or "" without a key. Raises ValueError if the key's variable is empty."""
-    return key_in(settings.key, "a judge's")
+def judge_client(settings: JudgeSettings) -> ScoreServer:
+    """Return the client of a judge's running server. Raises ValueError if the variable of the key is empty."""
+    return ScoreServer.of(settings, "a judge's")
 
 
-def judge_place(settings: JudgeSettings) -> ServerPlace:
-    """Return the place of a judge with a running server. Raises the errors of `judge_key`."""
-    assert settings.url is not None, "the place of an own server is defined at its start"
-    return ServerPlace(settings.url, settings.model, judge_key(settings))
-
-
-def judge_options(settings: JudgeSettings, place: ServerPlace, messages_key: str) -> dict[str, Any]:
+def judge_options(settings: JudgeSettings, server: ScoreServer, messages_key: str) -> dict[str, Any]:
     """Return the options of `scores`. Raises ValueError if the prompt cannot be read."""
-    asking = Asking(
-        place=place,
-        chat=settings.chat,
-        sampling=settings.sampling,
-        timeout_seconds=settings.timeout_seconds,
-        most_tries=settings.retries + 1,
-    )
+    name = settings.model if settings.server is None else "judge"  # SGLang searches the path of a folder for an adapter
     return {
-        "asking": asking,
+        "asking": Asking(server, settings.chat, {"model": name, **settings.sampling}),
         "reading": Reading(settings.pattern, settings.scale, settings.choices, settings.unreadable),
         "template": settings.template,
         "messages_key": messages_key,
-        "concurrent": settings.concurrency,
     }
 
 
@@ -231,13 +208,11 @@ def scores(
     reading: Reading,
     template: Template,
     messages_key: str,
-    concurrent: int,
 ) -> list[float | str]:
     """Return the judge's score of each sample, or the reason of a failure in its place.
 
     `messages_key` is the key in the metadata for the messages of a prompt that is a chat.
     """
-    remember(asking.place.key)
     wants_reference = any(field == "reference" for _, field in template)
 
     def score(sample: tuple[str, str, str | None]) -> float:
@@ -248,7 +223,7 @@ def scores(
         return reading.score(asking.request("".join(text + fields[field] for text, field in template)))
 
     questions = [_question(prompt, known.get(messages_key)) for prompt, known in zip(prompts, metadata, strict=True)]
-    return each(score, zip(questions, responses, answers, strict=True), concurrent)
+    return asking.server.each(score, zip(questions, responses, answers, strict=True))
 
 
 def _question(prompt: str, messages: Sequence[Mapping[str, JSONValue]] | None) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megappo.runtime.notices import Notices
+from megappo.runtime.watch.notices import Notices
 
 _POLL_SECONDS = 1.0
 _KEY = "megappo/reward"

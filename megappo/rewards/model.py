@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
-from megappo.config.folder_texts import OF_TOKENIZERS, check_texts
-from megappo.config.tokens import Message, rendered, template_now, whole_ids
 from megappo.errors import first_of, reason
+from megappo.files.folder_texts import OF_TOKENIZERS, check_texts
+from megappo.models.tokens import Message, rendered, template_now, whole_ids
 from megappo.plugins import users_code
 
 
@@ -151,11 +151,6 @@ class RewardModel:
                 f"reward.model_path '{path}' is a {type(self._model).__name__}, which does not score at the last "
                 "token; use a decoder's reward model"
             )
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether prompts can be chat messages."""
-        return self.texts.has_chat_template
 
     def score(self, prompts: Sequence[str | Sequence[Message]], responses: Sequence[str]) -> Tensor:
         """Return scores (B,), float32 on the CPU. The score of a sample does not depend on the other samples of the

@@ -2,11 +2,11 @@
 
     python -m megappo.rewards.model_server --config FILE
 
-`POST /score {"prompts": [...], "responses": [...]}` returns `{"scores": [...]}`, or `{"refused": SENTENCE}` for input
-that the model cannot process. `POST /classify {"input_ids": [...]}` returns `{"embedding": [SCORE]}` in SGLang's
-format, for external runs (`reward.model_remote`). The other paths have SGLang's names, so that the same code keeps
-this server running: `/model_info` answers once the model can score, `/server_info` returns the labels of the
-configuration, and `/health_generate` and `/freeze_gc` are supported.
+`POST /classify {"input_ids": [...]}` returns `{"embedding": [SCORE]}` in SGLang's format, or status 400 with
+`{"refused": SENTENCE}` for ids that the model cannot process. A list of lists of ids is a batch, with a list as answer.
+The other paths have SGLang's names, so that the same code keeps this server running: `/model_info` answers once the
+model can score, `/server_info` returns the labels of the configuration, and `/health_generate` and `/freeze_gc` are
+supported.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.errors import whole_number
-from megappo.observe.json_values import JSONValue
-from megappo.observe.messages import show_message
-from megappo.runtime.allocator import collections_put_off
+from megappo.files.json_values import JSONValue
+from megappo.observe.terminal.messages import show_message
+from megappo.runtime.memory.allocator import collections_put_off
 from megappo.runtime.packages import quicken_transformers
 
 if TYPE_CHECKING:
-    from megappo.config.tokens import Message
     from megappo.rewards.model import RewardModel
 
 
@@ -39,7 +38,7 @@ _LARGEST_BODY_BYTES = 2**31
 """Maximum size of a request. The size is sufficient for thousands of the longest conversations."""
 
 
-class _ScoreServer(ThreadingHTTPServer):
+class _ModelServer(ThreadingHTTPServer):
     daemon_threads = True
     # All ranks may connect at the same time; the default backlog of socketserver is 5.
     request_queue_size = 1024
@@ -48,7 +47,7 @@ class _ScoreServer(ThreadingHTTPServer):
         self.key, self.model = f"Bearer {arguments['api-key']}".encode(), model
         self.labels = json.loads(arguments["extra-metric-labels"])
         self.one_at_a_time = threading.Lock()
-        super().__init__((arguments["host"], arguments["port"]), _ScoreHandler)
+        super().__init__((arguments["host"], arguments["port"]), _ModelHandler)
 
     def handle_error(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: tuple[str, int]
@@ -65,8 +64,8 @@ class _ScoreServer(ThreadingHTTPServer):
         os._exit(1)
 
 
-class _ScoreHandler(BaseHTTPRequestHandler):
-    server: _ScoreServer
+class _ModelHandler(BaseHTTPRequestHandler):
+    server: _ModelServer
 
     def do_GET(self) -> None:
         if not hmac.compare_digest((self.headers.get("Authorization") or "").encode(), self.server.key):
@@ -77,36 +76,27 @@ class _ScoreHandler(BaseHTTPRequestHandler):
             self.close_connection = True
             return self._reply(400, {"refused": f"Content-Length must be at most {_LARGEST_BODY_BYTES} bytes"})
         body = self.rfile.read(length)
-        if self.path == "/score":
-            return self._reply(200, self._scores(**json.loads(body)))
         if self.path == "/classify":
             return self._classify(**json.loads(body))
-        if self.path == "/server_info":
-            return self._reply(200, {"extra_metric_labels": self.server.labels})
         if self.path == "/freeze_gc":
             gc.freeze()
-        elif self.path not in ("/model_info", "/health_generate"):
+        elif self.path not in ("/model_info", "/server_info", "/health_generate"):
             return self._reply(404, {"refused": f"the path {self.path} does not exist"})
-        return self._reply(200, {"has_chat_template": self.server.model.has_chat_template})
+        return self._reply(200, {"extra_metric_labels": self.server.labels})
 
     do_POST = do_GET
 
-    def _scores(self, prompts: list[str | list[Message]], responses: list[str]) -> dict[str, JSONValue]:
+    def _classify(self, input_ids: list[Any]) -> None:
+        is_batch = bool(input_ids) and isinstance(input_ids[0], list)
         try:
             with self.server.one_at_a_time:
-                return {"scores": self.server.model.score(prompts, responses).tolist()}
-        except ValueError as error:
-            return {"refused": str(error)}
-
-    def _classify(self, input_ids: list[int]) -> None:
-        try:
-            with self.server.one_at_a_time:
-                scores = self.server.model.score_ids([input_ids]).tolist()
+                scores = self.server.model.score_ids(input_ids if is_batch else [input_ids]).tolist()
         except ValueError as error:
             return self._reply(400, {"refused": str(error)})
-        return self._reply(200, {"embedding": scores})
+        answers = [{"embedding": [score]} for score in scores]
+        return self._reply(200, answers if is_batch else answers[0])
 
-    def _reply(self, status: int, content: dict[str, JSONValue]) -> None:
+    def _reply(self, status: int, content: JSONValue) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -130,7 +120,6 @@ def _load(arguments: dict[str, Any]) -> RewardModel:
         device=torch.device(arguments["device"]),
         batch_tokens=arguments["batch-tokens"],
         trust_remote_code=arguments.get("trust-remote-code", False),
-        template_time=arguments.get("template-time"),
     )
 
 
@@ -145,7 +134,7 @@ def main() -> int:
     except ValueError as error:
         show_message(str(error))
         return 1
-    _ScoreServer(arguments, model).serve_forever()
+    _ModelServer(arguments, model).serve_forever()
     return 0
 
 

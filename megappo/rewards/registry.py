@@ -9,11 +9,11 @@ from megappo.errors import show
 from megappo.network.http_client import check_proxy
 from megappo.plugins import check_call, check_choice, load_function, signature_of
 from megappo.rewards.http import scores, secret_headers
-from megappo.rewards.judge import judge_key
+from megappo.rewards.judge import judge_client
 from megappo.rewards.rules import GOLDS, RULES, warm_up
 
 if TYPE_CHECKING:
-    from megappo.config.reward import RewardSettings
+    from megappo.config.sections.reward import RewardSettings
     from megappo.types import Prompt
 
 RewardCallable = Callable[..., Any]
@@ -53,9 +53,7 @@ def check_reward(settings: RewardSettings) -> None:
     server is missing, or a server requires a SOCKS proxy.
     """
     if settings.judge is not None:
-        judge_key(settings.judge)
-        if settings.judge.url is not None:
-            check_proxy(settings.judge.url)
+        check_proxy(judge_client(settings.judge).url)
         return
     if settings.function in ("model", OF_ENVIRONMENT):
         unused = [name for name, value in (("options", settings.options), ("batch", settings.batch)) if value]

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from megappo.errors import how_to_install, one_line, shortened
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 from megappo.rewards.unexecuted import make_safe, nothing_executed
 
 if TYPE_CHECKING:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megappo.config.model_files import model_folder
-from megappo.config.reward import MODEL
 from megappo.config.schema import RewardSettings
-from megappo.config.tokens import Message
+from megappo.config.sections.reward import MODEL, MODEL_SERVER
 from megappo.errors import one_line
-from megappo.observe.messages import show_message
+from megappo.models.model_files import model_folder
+from megappo.models.tokens import Message
+from megappo.network.http_client import check_proxy
+from megappo.observe.terminal.messages import show_message
+from megappo.rewards.http import ScoreServer
 from megappo.rewards.limit import FailureLimit
 from megappo.rewards.numbers import score_problem
+from megappo.rewards.processes.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
 from megappo.rewards.registry import OF_ENVIRONMENT, check_reward
-from megappo.rewards.workers import RewardPool, RewardRequest, RewardResult, too_many_failures
-from megappo.runtime.objects import first_of_ranks
+from megappo.runtime.ranks.objects import first_of_ranks
 from megappo.types import CHAT_MESSAGES, Rollouts
 
 if TYPE_CHECKING:
     from megappo.rewards.model import RewardModel
-    from megappo.rewards.own_servers import OwnServers
-    from megappo.rewards.remote_model import RemoteRewardModel
-    from megappo.rewards.shared_model import SharedRewardModel
-    from megappo.runtime.notices import Notices
-    from megappo.runtime.tally import Totals
+    from megappo.rewards.served.served_model import ServedRewardModel
+    from megappo.rewards.served.servers import OwnServers
+    from megappo.runtime.ranks.tally import Totals
+    from megappo.runtime.watch.notices import Notices
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,10 @@ class RewardScorer:
         self._judges_with_note = set[str]()
         self._pools: dict[str, RewardPool] = {}
         """Worker pools by the names in `RewardSettings.terms`."""
-        self._model: RewardModel | SharedRewardModel | None = None
-        self._remote: RemoteRewardModel | None = None
+        self._model: RewardModel | ServedRewardModel | None = None
         try:
             if settings.model_path is not None:
-                self._load_or_connect(settings.model_path)
+                self._model = self._load_or_connect(settings.model_path)
             for name, (_, term) in settings.terms.items():
                 if term.function not in (MODEL, OF_ENVIRONMENT):
                     self._pools[name] = self._pool(name, term)
@@ -92,31 +92,30 @@ class RewardScorer:
             self.close()
             raise
 
-    def _load_or_connect(self, path: str) -> None:
-        """Load the reward model, or connect to the process or server with the model."""
-        settings = self._settings
-        if self._servers is not None and settings.model_server is not None:
-            from megappo.rewards.shared_model import SERVED, SharedRewardModel
+    def _load_or_connect(self, path: str) -> RewardModel | ServedRewardModel:
+        """Load the reward model, or connect to the server with the model."""
+        from megappo.rewards.model import RewardModel, RewardTexts
+        from megappo.rewards.served.served_model import BATCH_SAMPLES, ServedRewardModel
 
-            place = self._servers.places[SERVED]
-            self._model = SharedRewardModel(place, settings.model_server, self._servers.check)
-            return
-        remote, trusts, now = settings.model_remote, self._trust_remote_code, self._template_time
-        folder = str(model_folder(path, weights=remote is None, key="reward.model_path"))
-        if remote is not None:
-            from megappo.rewards.remote_model import RemoteRewardModel
-
-            self._remote = RemoteRewardModel(folder, remote, trust_remote_code=trusts, template_time=now)
-            return
-        from megappo.rewards.model import RewardModel
-
-        dtype = getattr(torch, settings.model_dtype(on_cuda=self._device.type == "cuda"))
-        self._model = RewardModel(folder, dtype=dtype, device=self._device, trust_remote_code=trusts, template_time=now)
+        remote, own = self._settings.model_remote, self._servers
+        trusts, now = self._trust_remote_code, self._template_time
+        if own is not None and MODEL_SERVER in own.clients:
+            server, samples = replace(own.clients[MODEL_SERVER], check=own.check), BATCH_SAMPLES
+        elif remote is not None:
+            server, samples = ScoreServer.of(remote, "the reward model's"), 1
+            check_proxy(server.url)
+        else:
+            folder = str(model_folder(path, key="reward.model_path"))
+            dtype = getattr(torch, self._settings.model_dtype(on_cuda=self._device.type == "cuda"))
+            return RewardModel(folder, dtype=dtype, device=self._device, trust_remote_code=trusts, template_time=now)
+        folder = str(model_folder(path, weights=False, key="reward.model_path"))
+        texts = RewardTexts(folder, trust_remote_code=trusts, template_time=now)
+        return ServedRewardModel(texts, server, samples)
 
     def _pool(self, name: str, term: RewardSettings) -> RewardPool:
-        if self._servers is None or term.judge is None or (name or "judge") not in self._servers.places:
-            return RewardPool(term)
-        return RewardPool(term, self._servers.places[name or "judge"], self._servers.check)
+        own = self._servers
+        server = None if own is None or term.judge is None else own.clients.get(name or "judge")
+        return RewardPool(term) if own is None or server is None else RewardPool(term, server, own.check)
 
     def score(self, rollouts: Rollouts, failures: MutableMapping[int, str] | None = None) -> tuple[Tensor, Totals]:
         """Return scores (B,) float32 of this rank, and metrics over all ranks.
@@ -126,7 +125,7 @@ class RewardScorer:
         by its position. The call is a collective of the whole world. Raises RewardError on every rank if too many
         samples of all ranks failed, so that no rank waits for a stopped rank.
         """
-        from megappo.runtime.tally import Tally
+        from megappo.runtime.ranks.tally import Tally
 
         scored, tally = self._result(rollouts, self._limit(len(rollouts.responses))), Tally()
         result, B = scored.result, len(scored.result.scores)
@@ -228,18 +227,16 @@ class RewardScorer:
 
     def _by_model(self, rollouts: Rollouts, chosen: Sequence[int]) -> RewardResult:
         """Return scores of the samples `chosen` by the reward model."""
-        model = self._remote or self._model
-        assert model is not None, "settings with `model` have a path"
-        chat = model.has_chat_template  # prompts are then sent as messages
+        assert self._model is not None, "settings with `model` have a path"
+        chat = self._model.texts.has_chat_template  # prompts are then sent as messages
         prompts, responses = [rollouts.prompts[b] for b in chosen], [rollouts.responses[b] for b in chosen]
-        inputs = [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in prompts]
-        if self._remote is None:
-            assert self._model is not None
-            return self._finite(self._model.score(inputs, responses), "the reward model gave")
-        scores = self._remote.try_each(inputs, responses)
+        scores = self._model.score(
+            [p.metadata.get(CHAT_MESSAGES, p.text) if chat else p.text for p in prompts], responses
+        )
         failures = [(i, score) for i, score in enumerate(scores) if isinstance(score, str)]
-        numbers = [self._settings.failure_score if isinstance(score, str) else score for score in scores]
-        return RewardResult(torch.tensor(numbers, dtype=torch.float32), failures)
+        numbers = [self._settings.failure_score if isinstance(score, str) else float(score) for score in scores]
+        result = self._finite(torch.tensor(numbers, dtype=torch.float32), "the reward model gave")
+        return RewardResult(result.scores, sorted([*failures, *result.failures]))
 
     def _sum(self, results: dict[str, RewardResult]) -> RewardResult:
         """Return the weighted sum. A sample that failed with any function has the failure score."""

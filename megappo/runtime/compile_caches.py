@@ -21,7 +21,6 @@ _RANK_CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-_SERVER_CACHES = {**_RANK_CACHES, "SGLANG_CACHE_DIR": "sglang"}
 
 
 def rank_caches(environment: Mapping[str, str]) -> dict[str, str]:
@@ -32,9 +31,10 @@ def rank_caches(environment: Mapping[str, str]) -> dict[str, str]:
     return _missing(environment, _RANK_CACHES)
 
 
-def server_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `rank_caches` and the variable of SGLang, with their folders."""
-    return _missing(environment, _SERVER_CACHES)
+def server_caches(environment: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `rank_caches` and of the program of a server, with their folders. `own`: names of the
+    program's folders by variable."""
+    return _missing(environment, {**_RANK_CACHES, **own})
 
 
 def _missing(environment: Mapping[str, str], caches: Mapping[str, str]) -> dict[str, str]:

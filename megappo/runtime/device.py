@@ -11,8 +11,8 @@ import torch
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError
-from megappo.runtime.allocator import keep_freed_memory
 from megappo.runtime.launchers import Ranks, binds_one_device
+from megappo.runtime.memory.allocator import keep_freed_memory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with options of torch's allocator."""
@@ -136,7 +136,4 @@ def prepare_device(settings: RuntimeSettings, ranks: Ranks) -> torch.device:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         keep_freed_memory()
         share_cores()
-        from megappo.runtime.megatron_cpu import install
-
-        install()
     return device

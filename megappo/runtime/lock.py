@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TextIO
 
 from megappo.errors import RunError
-from megappo.observe.messages import show_message
-from megappo.observe.plain_files import check_own
+from megappo.files.plain_files import check_own
+from megappo.observe.terminal.messages import show_message
 from megappo.runtime.holder import NAME, Holder, release, take, this_process
-from megappo.runtime.objects import attempt, broadcast_object
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.objects import attempt, broadcast_object
 from megappo.runtime.waiting import wait_until
 
 # The previous job may keep the lock for a moment while it ends.

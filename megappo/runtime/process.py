@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import RunError, reason
-from megappo.runtime.allocator import collect_as_usual
+from megappo.network.store import another_connection
 from megappo.runtime.compile_caches import rank_caches
-from megappo.runtime.deadlines import Deadlines
 from megappo.runtime.device import prepare_device
-from megappo.runtime.failures import Failures
-from megappo.runtime.groups import allow_connections, collective_backend, join_world
 from megappo.runtime.launchers import Ranks, adopt_launcher, read_ranks
-from megappo.runtime.meeting import meet
-from megappo.runtime.nccl import share_settings
-from megappo.runtime.notices import Notices
-from megappo.runtime.store import another_connection
+from megappo.runtime.memory.allocator import collect_as_usual
+from megappo.runtime.ranks.groups import allow_connections, collective_backend, join_world
+from megappo.runtime.ranks.meeting import meet
+from megappo.runtime.ranks.nccl import share_settings
 from megappo.runtime.waiting import pause, wait_until
+from megappo.runtime.watch.deadlines import Deadlines
+from megappo.runtime.watch.failures import Failures
+from megappo.runtime.watch.notices import Notices
 
 _MOST_START_SECONDS = 1800
 """Longest time that ranks wait for each other at the start."""
@@ -171,8 +171,7 @@ def _join(deadlines: Deadlines, device: torch.device, ranks: Ranks) -> dist.Stor
 def start_runtime(
     settings: RuntimeSettings, deadlines: Deadlines | None = None, *, with_servers: bool = False
 ) -> Iterator[Runtime]:
-    """Join the process group and prepare Megatron-Core for this machine. The group is destroyed at the end of the
-    block. `deadlines`: by default from the settings.
+    """Join the process group, which is destroyed at the end of the block. `deadlines`: by default from the settings.
 
     With several ranks, an error in the block ends the processes of all ranks, and every rank prints the error (see
     `Failures`). With one rank, the error is raised. All ranks raise `Interrupted` at the same point, so this exception
@@ -196,7 +195,6 @@ def start_runtime(
     runtime = Runtime(ranks.rank, ranks.world_size, ranks.local_rank, device, local_ranks, deadlines, store)
     runtime.failures.start()
     try:
-        _prepare_megatron()
         collect_as_usual()
         yield runtime
     except BaseException as error:
@@ -211,14 +209,3 @@ def _leave_group(runtime: Runtime) -> None:
     other ranks."""
     runtime.failures.stop()
     dist.destroy_process_group()
-
-
-def _prepare_megatron() -> None:
-    """Create the buffer of sequence parallel gathers, the only global of Megatron that process groups do not replace.
-
-    0.16.1 / 0.19.2 use the buffer in dot_product_attention.py:189 and tensor_parallel/layers.py:482, 519 / 570, 614.
-    """
-    from megatron.core import parallel_state
-
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()

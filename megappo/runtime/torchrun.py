@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from megappo.errors import REQUEUE, USER_ERROR, ConfigError
-from megappo.observe.streams import prepare_streams
-from megappo.runtime.allocator import collections_put_off
+from megappo.observe.terminal.streams import prepare_streams
 from megappo.runtime.launchers import EXIT_CODE
+from megappo.runtime.memory.allocator import collections_put_off
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -34,7 +34,7 @@ def with_head(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     The machine serves the rendezvous if the endpoint is its address, unless `MEGAPPO_IS_HEAD=no`. Raises ConfigError if
     the machine cannot listen at the endpoint.
     """
-    from megappo.runtime.store import listening_problem  # imports torch, so the import waits until `main`
+    from megappo.network.store import listening_problem  # imports torch, so the import waits until `main`
 
     conf, (host, _, port) = arguments.rdzv_conf or "", arguments.rdzv_endpoint.rpartition(":")
     if arguments.rdzv_backend != "c10d" or not host or "is_host" in conf or "store_type=file" in conf:

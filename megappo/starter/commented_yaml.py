@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import yaml
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 _WIDTH = 110
 

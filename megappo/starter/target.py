@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.config import ConfigError
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import MACHINES, Machine
 from megappo.plan.here import machine_like, this_cpu
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import MACHINES, Machine
 
 _ANSWER_SECONDS = 20
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.glusterfs", "afs", "smb", "cifs", "fuse.juicefs")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import ConfigError
-from megappo.config.chat_template import template_in
-from megappo.config.model_files import read_config_json
+from megappo.config.sections.engine import DEFAULT_ENGINE, DEFAULT_SERVERS
+from megappo.models.chat_template import template_in
+from megappo.models.model_files import read_config_json
 from megappo.starter.commented_yaml import Setting
 from megappo.starter.target import RunTarget
 
@@ -178,9 +179,11 @@ def _keys(data: Path) -> Iterator[Setting]:
 
 def _rollout(request: StarterRequest, target: RunTarget, folder: ModelFolder, most_tokens: int) -> Iterator[Setting]:
     if target.machine.is_cuda:
-        yield Setting("rollout.engine", "sglang", "generates on the trainers' GPUs, and sleeps during training")
+        yield Setting(
+            "rollout.servers.kind", DEFAULT_SERVERS, "generates on the trainers' GPUs, and sleeps during training"
+        )
     else:
-        yield Setting("rollout.engine", "transformers", "inside the trainer: a small model needs no server")
+        yield Setting("rollout.engine", DEFAULT_ENGINE, "inside the trainer: a small model needs no server")
     why = "prompts of a step; more prompts give less noise and slower steps"
     if folder.is_tiny:  # the values of the quickstart
         yield Setting("rollout.prompts_per_step", 50, why)

@@ -16,8 +16,8 @@ from megappo.algo.correction import importance_weights
 from megappo.algo.estimators import NAMES, builtin
 from megappo.algo.kl import apply_kl_to_rewards
 from megappo.algo.lambdas import length_adaptive
-from megappo.config.algorithm import AlgorithmSettings
-from megappo.ppo.methods import lambdas
+from megappo.config.sections.algorithm import AlgorithmSettings
+from megappo.ppo.assembly.methods import lambdas
 from megappo_kernels.backend import Backend, use_backend
 from megappo_kernels.gae import gae
 from megappo_kernels.losses import ppo_value_loss
@@ -35,12 +35,9 @@ def approx(value: float, tolerance: float = 1e-5) -> object:
 
 def test_gae_skips_masked_tokens() -> None:
     advantages, returns = gae(
-        rewards=t([[0.0, 0, 0, 1]]),
-        values=t([[0.2, 0.3, 0.4, 0.5]]),
-        mask=t([[False, False, True, True]]),
-        gamma=0.99,
+        rewards=t([[0.0, 0, 0, 1]]), values=t([[0.2, 0.3, 0.4, 0.5]]), mask=t([[False, False, True, True]]), gamma=0.99,
         lam=0.95,
-    )
+    )  # fmt: skip
     assert advantages.tolist() == [[0, 0, approx(0.56525), approx(0.5)]]
     assert returns.tolist() == [[0, 0, approx(0.96525), approx(1.0)]]
 
@@ -55,12 +52,9 @@ def test_length_adaptive_lambda_and_critic_lambda() -> None:
     nan = float("nan")
     advantages, returns = builtin("gae")(
         rewards=t([[0, nan, 0, 0, 1.0], [1.0, nan, nan, nan, nan]]),
-        values=t([[0.2, nan, 0.3, 0.4, 0.5], [0.25, nan, nan, nan, nan]]),
-        mask=mask,
-        group_ids=t([0, 1]),
-        gamma=1.0,
+        values=t([[0.2, nan, 0.3, 0.4, 0.5], [0.25, nan, nan, nan, nan]]), mask=mask, group_ids=t([0, 1]), gamma=1.0,
         **lambdas(algorithm, mask),
-    )
+    )  # fmt: skip
     # All deltas are 0.1 except the last delta.
     assert advantages.tolist() == [[approx(x) for x in (0.2375, 0, 0.275, 0.35, 0.5)], [0.75, 0, 0, 0, 0]]
     assert returns.tolist() == [[approx(x) for x in (1, 0, 1, 1, 1)], [1, 0, 0, 0, 0]]
@@ -84,14 +78,9 @@ def test_lambdas_of_long_responses() -> None:
 
 def test_clip_loss() -> None:
     result = token_loss(
-        logprob=t([-1.5]),
-        old_logprob=t([-2.0]),
-        advantages=t([0.5]),
-        weights=t([1.0]),
-        mask=t([True]),
-        clip_low=0.2,
+        logprob=t([-1.5]), old_logprob=t([-2.0]), advantages=t([0.5]), weights=t([1.0]), mask=t([True]), clip_low=0.2,
         clip_high=0.2,
-    )
+    )  # fmt: skip
     assert result.metrics["ratio"].item() == approx(1.6487, 1e-4)
     assert result.loss.item() == approx(-0.6)
     assert result.metrics["clipfrac"].item() == 1
@@ -204,13 +193,9 @@ def test_penalty_recovers_from_its_bounds(kl: float, bound: float) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "loss"),
-    [
-        ("token-mean", (1 + 2 + 3) / 3),
-        ("seq-mean-token-sum", (3 + 3) / 2),
-        ("seq-mean-token-mean", (1.5 + 3) / 2),
-        ("seq-mean-token-sum-norm", (3 + 3) / (2 * 3)),
-    ],
-)
+    [("token-mean", (1 + 2 + 3) / 3), ("seq-mean-token-sum", (3 + 3) / 2), ("seq-mean-token-mean", (1.5 + 3) / 2),
+     ("seq-mean-token-sum-norm", (3 + 3) / (2 * 3))],
+)  # fmt: skip
 def test_aggregation(mode: Aggregation, loss: float) -> None:
     losses = t([[1.0, 2.0, float("nan")], [3.0, float("inf"), 0.0], [5.0, 5.0, 5.0]])
     mask = t([[True, True, False], [True, False, False], [False, False, False]])
@@ -235,13 +220,9 @@ def test_microbatch_weights_use_minibatch_totals() -> None:
 
 def test_dual_clip_bounds_only_negative_advantages() -> None:
     both = token_loss(
-        logprob=t([3.0, 3.0]),
-        old_logprob=t([0.0, 0.0]),
-        advantages=t([-1.0, 1.0]),
-        weights=t([1.0, 1.0]),
-        mask=t([True, True]),
-        dual_clip=3.0,
-    )
+        logprob=t([3.0, 3.0]), old_logprob=t([0.0, 0.0]), advantages=t([-1.0, 1.0]), weights=t([1.0, 1.0]),
+        mask=t([True, True]), dual_clip=3.0,
+    )  # fmt: skip
     assert both.loss.item() == approx(3.0 - 1.2)
     assert both.metrics["clipfrac_lower"].item() == 1
 
@@ -249,12 +230,9 @@ def test_dual_clip_bounds_only_negative_advantages() -> None:
 def test_log_ratio_is_clamped() -> None:
     logprob = t([500.0, -500.0], requires_grad=True)
     result = token_loss(
-        logprob=logprob,
-        old_logprob=t([0.0, 0.0]),
-        advantages=t([-1.0, 1.0]),
-        weights=t([1.0, 1.0]),
+        logprob=logprob, old_logprob=t([0.0, 0.0]), advantages=t([-1.0, 1.0]), weights=t([1.0, 1.0]),
         mask=t([True, True]),
-    )
+    )  # fmt: skip
     result.loss.backward()
     assert torch.isfinite(result.loss)
     assert logprob.grad is not None
@@ -266,13 +244,8 @@ def test_grpo_and_rloo_match_their_papers() -> None:
     mask = t([[True, True], [True, False], [True, True], [True, True]])
     rewards = t([[0.0, 1.0], [3.0, 9.0], [0.0, 5.0], [0.0, 2.0]])  # scores 1, 3 and 5 of one prompt, 2 of another
     arguments: dict[str, Any] = {
-        "rewards": rewards,
-        "values": None,
-        "mask": mask,
-        "group_ids": t([7, 7, 7, 1]),
-        "gamma": 1.0,
-        "lam": 1.0,
-    }
+        "rewards": rewards, "values": None, "mask": mask, "group_ids": t([7, 7, 7, 1]), "gamma": 1.0, "lam": 1.0,
+    }  # fmt: skip
     grpo, _ = builtin("grpo")(**arguments)
     assert grpo[:, 0].tolist() == [approx(-1, 1e-4), approx(0), approx(1, 1e-4), approx(2)]
     assert grpo[1, 1] == 0
@@ -311,13 +284,9 @@ def test_corrected_is_the_decoupled_objective() -> None:
     for token, objective in enumerate((0.96, -1.6, 1.1)):
         one = slice(token, token + 1)
         result = token_loss(
-            logprob=new[one],
-            old_logprob=prox[one],
-            advantages=t([1.0, -1.0, 2.0])[one],
-            weights=t([1.0]),
-            mask=t([True]),
-            importance_weights=weights[0, one],
-        )
+            logprob=new[one], old_logprob=prox[one], advantages=t([1.0, -1.0, 2.0])[one], weights=t([1.0]),
+            mask=t([True]), importance_weights=weights[0, one],
+        )  # fmt: skip
         assert -result.loss.item() == approx(objective)
 
 
@@ -346,13 +315,10 @@ def test_masks_are_bool() -> None:
 
 @pytest.mark.parametrize(
     ("names", "estimates"),
-    [
-        (("kl", "k1"), [0.5, -0.5, -2.4, 9.0, 30.0, -30.0]),
-        (("abs",), [0.5, 0.5, 2.4, 9.0, 30.0, 30.0]),
-        (("mse", "k2"), [0.125, 0.125, 2.88, 40.5, 450.0, 450.0]),
-        (("low_var_kl", "k3"), [0.106531, 0.148721, 7.623176, 8.000123, 10.0, 10.0]),
-    ],
-)
+    [(("kl", "k1"), [0.5, -0.5, -2.4, 9.0, 30.0, -30.0]), (("abs",), [0.5, 0.5, 2.4, 9.0, 30.0, 30.0]),
+     (("mse", "k2"), [0.125, 0.125, 2.88, 40.5, 450.0, 450.0]),
+     (("low_var_kl", "k3"), [0.106531, 0.148721, 7.623176, 8.000123, 10.0, 10.0])],
+)  # fmt: skip
 def test_kl_estimates_at_small_and_large_ratios(names: tuple[str, ...], estimates: list[float]) -> None:
     """The last two values exceed all clamps."""
     logprob = t([0.5, -0.5, -2.4, 9.0, 30.0, -30.0], dtype=torch.float64) - 1
@@ -438,15 +404,10 @@ def test_metrics_of_the_policy_loss() -> None:
         logprob=t([-1.0, -2.0, -1.0, -1.0], dtype=torch.float64),
         old_logprob=t([-1.5, -1.5, -26.0, 0.0], dtype=torch.float64),
         advantages=t([1.0, -1.0, -1.0, 1.0], dtype=torch.float64),
-        weights=t([0.5, 0.25, 0.25, 1.0], dtype=torch.float64),
-        mask=t([True, True, True, False]),
-        dual_clip=3.0,
-        entropy=t([1.0, 2.0, 3.0, 100.0], dtype=torch.float64),
-        entropy_coef=0.1,
-        ref_logprob=t([-1.5, -1.5, -1.0, 9.0], dtype=torch.float64),
-        kl="k1",
-        kl_coef=0.2,
-    )
+        weights=t([0.5, 0.25, 0.25, 1.0], dtype=torch.float64), mask=t([True, True, True, False]), dual_clip=3.0,
+        entropy=t([1.0, 2.0, 3.0, 100.0], dtype=torch.float64), entropy_coef=0.1,
+        ref_logprob=t([-1.5, -1.5, -1.0, 9.0], dtype=torch.float64), kl="k1", kl_coef=0.2,
+    )  # fmt: skip
     up, down, far = math.exp(0.5), math.exp(-0.5), math.exp(20)
     expected = {
         "clipfrac": 2.0,  # above for A > 0, below for A < 0
@@ -475,13 +436,9 @@ def test_metrics_of_the_policy_loss() -> None:
 
 def test_metrics_of_the_value_loss() -> None:
     result = ppo_value_loss(
-        values=t([2.0, 1.0, 1.0, 9.0]),
-        old_values=t([1.0, 1.0, 0.5, 9.0]),
-        returns=t([1.0, 3.0, 2.0, 9.0]),
-        weights=t([1.0, 1.0, 0.5, 1.0]),
-        mask=t([True, True, True, False]),
-        value_clip=0.5,
-    )
+        values=t([2.0, 1.0, 1.0, 9.0]), old_values=t([1.0, 1.0, 0.5, 9.0]), returns=t([1.0, 3.0, 2.0, 9.0]),
+        weights=t([1.0, 1.0, 0.5, 1.0]), mask=t([True, True, True, False]), value_clip=0.5,
+    )  # fmt: skip
     # The clipped values are 1.5, 1 and 1. No clipped square is larger. A step at the limit is not clipped.
     assert result.loss.item() == approx(0.5 * (1 + 4 + 0.5))
     expected = {"clipfrac": 0, "count": 3, "loss": 2.75}

@@ -14,7 +14,7 @@ from megappo.algo.correction import importance_weights
 from megappo.algo.estimators import builtin
 from megappo.algo.kl import apply_kl_to_rewards
 from megappo.commands.guide import text_of
-from megappo.config.roles import ActorSettings
+from megappo.config.sections.roles import ActorSettings
 from megappo_kernels.gae import gae
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss, ppo_value_loss
 from megappo_kernels.objectives import PolicyObjective, kl_estimate
@@ -137,11 +137,8 @@ def test_whitening_example() -> None:
 def test_group_estimator_examples() -> None:
     rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]], dtype=torch.float64)
     inputs = {
-        "rewards": rewards,
-        "mask": ones_like(rewards),
-        "group_ids": torch.zeros(4, dtype=torch.int64),
-        "lam": 1.0,
-    }
+        "rewards": rewards, "mask": ones_like(rewards), "group_ids": torch.zeros(4, dtype=torch.int64), "lam": 1.0,
+    }  # fmt: skip
     for name in ("rloo", "grpo"):
         advantages, _ = builtin(name)(**inputs)
         (line,) = [part for part in TEXT.split("- `")[1:] if part.startswith(f"{name}` subtracts")]
@@ -152,13 +149,9 @@ def test_group_estimator_examples() -> None:
 def test_value_loss_example() -> None:
     values = row([0.9]).requires_grad_()
     loss = ppo_value_loss(
-        values=values,
-        old_values=row([0.5]),
-        returns=row([1.0]),
-        weights=row([1.0]),
-        mask=ones_like(values),
+        values=values, old_values=row([0.5]), returns=row([1.0]), weights=row([1.0]), mask=ones_like(values),
         value_clip=0.2,
-    ).loss
+    ).loss  # fmt: skip
     loss.backward()
     assert f"give max(0.01, 0.09) / 2 = {loss.item():.3f}, and the token has no gradient." in TEXT
     assert values.grad is not None and values.grad.item() == 0

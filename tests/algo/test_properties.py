@@ -51,12 +51,9 @@ def test_gae_equals_its_definition(seed: int, gamma: float, lam: float) -> None:
         expected[b, m] = torch.tensor(gae_by_definition(rewards[b, m], values[b, m], gamma, lam), dtype=torch.float64)
     garbage = torch.where(torch.rand(mask.shape, generator=g) < 0.5, math.nan, math.inf)
     advantages, returns = gae(
-        rewards=torch.where(mask, rewards, garbage),
-        values=torch.where(mask, values, garbage),
-        mask=mask,
-        gamma=gamma,
+        rewards=torch.where(mask, rewards, garbage), values=torch.where(mask, values, garbage), mask=mask, gamma=gamma,
         lam=lam,
-    )
+    )  # fmt: skip
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(returns, (expected + values) * mask, rtol=1e-6, atol=1e-9)
 
@@ -117,20 +114,10 @@ def test_policy_loss_and_gradient_by_hand(seed: int) -> None:
     ours = [torch.where(mask, x, math.nan).requires_grad_() for x in (lp, ent)]
     others = [torch.where(mask, x, math.inf) for x in (old, adv, ref, w, iw)]
     result = token_loss(
-        logprob=ours[0],
-        entropy=ours[1],
-        old_logprob=others[0],
-        advantages=others[1],
-        ref_logprob=others[2],
-        weights=others[3],
-        importance_weights=others[4],
-        mask=mask,
-        clip_low=0.1,
-        clip_high=0.3,
-        dual_clip=2.0,
-        entropy_coef=0.01,
-        kl_coef=0.2,
-    )
+        logprob=ours[0], entropy=ours[1], old_logprob=others[0], advantages=others[1], ref_logprob=others[2],
+        weights=others[3], importance_weights=others[4], mask=mask, clip_low=0.1, clip_high=0.3, dual_clip=2.0,
+        entropy_coef=0.01, kl_coef=0.2,
+    )  # fmt: skip
     torch.testing.assert_close(result.loss, expected, rtol=1e-9, atol=1e-12)
     result.loss.backward()
     for mine, theirs in zip(ours, leaves, strict=True):
@@ -143,14 +130,9 @@ def test_penalty_objective() -> None:
     lp = torch.tensor([-1.0, -3.0], requires_grad=True)
     old, adv = torch.tensor([-1.2, -2.0]), torch.tensor([1.0, -2.0])
     result = token_loss(
-        logprob=lp,
-        old_logprob=old,
-        advantages=adv,
-        weights=torch.tensor([0.5, 0.5]),
-        mask=torch.tensor([True, True]),
-        policy_loss="penalty",
-        penalty_coef=3.0,
-    )
+        logprob=lp, old_logprob=old, advantages=adv, weights=torch.tensor([0.5, 0.5]), mask=torch.tensor([True, True]),
+        policy_loss="penalty", penalty_coef=3.0,
+    )  # fmt: skip
     d = lp.detach() - old
     expected = 0.5 * (-d.exp() * adv + 3.0 * (d.exp() - 1 - d)).sum()
     torch.testing.assert_close(result.loss, expected)
@@ -168,13 +150,9 @@ def test_value_loss_by_hand(seed: int, clipped: bool) -> None:
     dirty = [torch.where(mask, x, math.nan) for x in (v, old, ret, w)]
     leaf = dirty[0].requires_grad_()
     result = ppo_value_loss(
-        values=leaf,
-        old_values=dirty[1],
-        returns=dirty[2],
-        weights=dirty[3],
-        mask=mask,
+        values=leaf, old_values=dirty[1], returns=dirty[2], weights=dirty[3], mask=mask,
         value_clip=0.2 if clipped else None,
-    )
+    )  # fmt: skip
     torch.testing.assert_close(result.loss, expected)
     result.loss.backward()
     assert leaf.grad is not None

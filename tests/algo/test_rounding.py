@@ -12,9 +12,9 @@ from torch import Tensor
 from megappo.algo.estimators import builtin
 from megappo.config import load_config
 from megappo.ppo.experience import groups_differ_G
-from megappo.ppo.selection import Selection
+from megappo.ppo.rollout.selection import Selection
 from megappo.ppo.shaping import RewardShaper
-from megappo.runtime.tally import Totals
+from megappo.runtime.ranks.tally import Totals
 from megappo.types import Episode, Episodes
 from megappo_kernels.backend import Backend, use_backend
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
@@ -24,17 +24,10 @@ from tests.ppo.test_selection import rollouts
 from tests.support.places import BASE
 
 ONE_AT_THE_MEAN = [
-    [0.2, 0.45, 0.45, 0.7],
-    [0.7, 0.45, 0.2],
-    [0.1, 0.3, 0.5],
-    [0.1, 0.7, 1.3],
-    [-0.3, -0.2, -0.1],
-    [0.9, 0.8, 0.85, 0.85, 0.85],
-    [1e-4, 3e-4, 2e-4],
-    [1000.2, 1000.45, 1000.45, 1000.7],
-    [-5000.1, -5000.3, -5000.2],
+    [0.2, 0.45, 0.45, 0.7], [0.7, 0.45, 0.2], [0.1, 0.3, 0.5], [0.1, 0.7, 1.3], [-0.3, -0.2, -0.1],
+    [0.9, 0.8, 0.85, 0.85, 0.85], [1e-4, 3e-4, 2e-4], [1000.2, 1000.45, 1000.45, 1000.7], [-5000.1, -5000.3, -5000.2],
     [1e5 + 0.2, 1e5 + 0.45, 1e5 + 0.45, 1e5 + 0.7],
-]
+]  # fmt: skip
 """Lists of scores that contain their mean."""
 
 
@@ -42,13 +35,9 @@ def advantages(estimator: str, scores: list[float]) -> Tensor:
     """Return the advantages (B, 2) of a group of samples. Each sample has two tokens that share the score."""
     rewards = torch.tensor(scores)[:, None] * torch.tensor([0.25, 0.75])
     result, _ = builtin(estimator)(
-        rewards=rewards,
-        values=None,
-        mask=torch.ones(rewards.shape, dtype=torch.bool),
-        group_ids=torch.zeros(len(scores), dtype=torch.int64),
-        gamma=1.0,
-        lam=1.0,
-    )
+        rewards=rewards, values=None, mask=torch.ones(rewards.shape, dtype=torch.bool),
+        group_ids=torch.zeros(len(scores), dtype=torch.int64), gamma=1.0, lam=1.0,
+    )  # fmt: skip
     return result
 
 

@@ -20,7 +20,7 @@ from megappo.observe.metrics import read_metrics
 from megappo_kernels.objectives import OFFERED
 from tests.house.commands import blocks
 from tests.support import outside, outside_reward
-from tests.support.harness import start
+from tests.support.harness import succeed
 from tests.support.places import QUICKSTART, ROOT, TINY
 
 SIGNATURES = {
@@ -38,8 +38,8 @@ SIGNATURES = {
 }
 METHODS = {
     "AdvantageEstimator": ["__call__(_, offered)"],
-    "Engine": ["close()", "generate(requests, params, done)", "on_tokens", "update_weights(named_tensors, version)",
-               "version"],
+    "Engine": ["capabilities", "close()", "on_tokens", "pause(mode)", "poll(wait_seconds, weights_changed)", "replicas",
+               "sleep()", "submit(requests, params)", "update_weights(named_tensors, version)", "usage", "version"],
     "EngineFactory": ["__call__(config, folder, stop_token_ids, runtime, stop, options)"],
     "Environment": ["run(session)"],
     "Logger": ["close()", "forget_after(step)", "log(step, metrics)"],
@@ -51,7 +51,9 @@ METHODS = {
 FIELDS = {
     "Completion": ["token_ids", "logprobs", "truncated", "weight_version", "routing", "episode", "broken_off",
                    "stretches"],
-    "GenerateRequest": ["token_ids", "seed", "prompt_id", "max_new_tokens", "min_new_tokens"],
+    "EngineCapabilities": ["routing", "prefix_cache", "keeps_requests", "separate_processes", "concurrent"],
+    "GenerateRequest": ["token_ids", "seed", "prompt_id", "max_new_tokens", "min_new_tokens", "conversation",
+                        "replica"],
     "Prompt": ["index", "token_ids", "text", "answer", "metadata", "source"],
     "Reply": ["token_ids", "logprobs", "text", "raw_text", "truncated", "weight_version"],
     "SamplingParams": [
@@ -127,9 +129,7 @@ def output_of(folder: Path, program: str, processes: int = 0) -> str:
     file = folder / "my_run.py"
     file.write_text(f"import os\nos.chdir({str(folder)!r})\n{program}")
     path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "kernels")])
-    done = start(file, processes=processes, environment={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
+    return succeed(file, processes=processes, environment={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 
 
 PROGRAM = """

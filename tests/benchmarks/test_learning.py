@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.learning import CONFIGS, LAGGED, METHODS, Arm, Learned, page
 from megappo.config import load_config
-from tests.benchmarks.found import LEARNED
 from tests.support.harness import start
 from tests.support.places import ROOT
 
 VERSIONS = {"device": "CPU", "commit": "abc", "python": "3", "torch": "2", "megatron-core": "0.1", "transformers": "5"}
+LEARNED: list[dict[str, Any]] = [
+    {"task": task, "method": method, "lag": lag, "seed": seed, "rewards": [0.1, 0.3 * seed, 0.45 * seed],
+     "explained": [] if method == "grpo" else [0.0, 0.2, 0.1 * seed], "left_out": [0.0, 0.1 * seed], "seconds": 3.0}
+    for task in ("sums", "tool") for method in ("clip", "dis", "grpo") for lag in (0, 1) for seed in (1, 2)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", CONFIGS)
@@ -51,11 +56,8 @@ def test_results_are_read_from_metrics() -> None:
     lines = [{"step": 0, "eval/reward_mean": 0.0}]
     for step in range(1, 11):
         of_actor = {
-            "actor/updates": 4,
-            "actor/masked_below": 0.1,
-            "actor/masked_above": 0.02 * step,
-            "actor/clipfrac": 9,
-        }
+            "actor/updates": 4, "actor/masked_below": 0.1, "actor/masked_above": 0.02 * step, "actor/clipfrac": 9,
+        }  # fmt: skip
         lines.append({
             "step": step, "reward/mean": 0.5 if step < 4 else 1.0, "critic/explained_variance": step / 10,
             "time/step": 2.0, **(of_actor if step > 2 else {}),

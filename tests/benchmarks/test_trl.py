@@ -21,11 +21,12 @@ from benchmarks.lengths import Forcing, Profile
 from benchmarks.sides import Turn, started
 from benchmarks.trl import COMPARABLE, Comparison, Curve, Row, read_rows
 from benchmarks.trl_sides import Run, check, trl_settings
-from megappo.config.model_files import read_architecture
 from megappo.engines.protocol import GenerateRequest, SamplingParams
+from megappo.engines.requests import generate
 from megappo.engines.transformers_engine import TransformersEngine
+from megappo.models.model_files import read_architecture
 from tests.benchmarks.two_steps import two_steps
-from tests.support.harness import start
+from tests.support.harness import succeed
 from tests.support.places import ROOT, TINY
 
 SIDES = ("trl", "megappo")
@@ -70,7 +71,7 @@ def test_invalid_profiles_are_rejected(text: str) -> None:
         Profile.read(text)
 
 
-def test_generation_ends_at_requested_lengths() -> None:
+def test_generation_ends_at_requested_lengths(world_of_one: None) -> None:
     """The test covers the embedded engine and `generate` with the arguments of TRL. Forbidden tokens are not
     sampled, and all lengths are used."""
     lengths, end, padding = [3, 1, 5, 2], 1, 0
@@ -84,7 +85,7 @@ def test_generation_ends_at_requested_lengths() -> None:
     forcing = Forcing(end, (padding, end))
     with forcing.applied():
         forcing.begin(lengths)
-        answers = engine.generate(requests, SamplingParams(1.0, 5, (end,)))
+        answers = generate(engine, requests, SamplingParams(1.0, 5, (end,)))
         forcing.begin(lengths)
         ids = torch.tensor([[4, 5, 6]] * 4)
         rows = model.generate(
@@ -92,7 +93,7 @@ def test_generation_ends_at_requested_lengths() -> None:
             pad_token_id=padding,
         )[:, 3:].tolist()  # fmt: skip
         with pytest.raises(RuntimeError, match="2 sequences are generated, but only 0 lengths are left"):
-            engine.generate(requests[:2], SamplingParams(1.0, 5, (end,)))
+            generate(engine, requests[:2], SamplingParams(1.0, 5, (end,)))
     for tokens in ([list(a.token_ids) for a in answers], [row[:n] for row, n in zip(rows, lengths, strict=True)]):
         assert [len(t) for t in tokens] == lengths
         assert all(t[-1] == end and not {end, padding} & set(t[:-1]) for t in tokens)
@@ -152,10 +153,9 @@ def test_missing_trl_error_includes_the_installation() -> None:
 def test_trl_benchmark_saves_both_sides(tmp_path: Path) -> None:
     saved = tmp_path / "trl.json"
     measured = [*SMALL, "--precision", "float32", "--lengths", "even:1-3", "--repeat", "3", "--trl-microbatch", "2"]
-    done = start("benchmarks.trl", *measured, "--json", saved)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = succeed("benchmarks.trl", *measured, "--json", saved)
     (row,) = json.loads(saved.read_text())["rows"]
-    assert row["profile"] == "even:1-3" and "even:1-3" in done.stdout
+    assert row["profile"] == "even:1-3" and "even:1-3" in output
     for side in SIDES:
         assert len(row[side]) == 3 and row[f"{side}_peak_bytes"] == max(turn["peak_bytes"] for turn in row[side])
         assert [turn["metrics"]["response_tokens"] for turn in row[side]] == [2.0] * 3

@@ -4,7 +4,7 @@ module."""
 from __future__ import annotations
 
 from benchmarks.sides import Turns
-from megappo.runtime.allocator import keep_freed_memory
+from megappo.runtime.memory.allocator import keep_freed_memory
 
 
 def two_steps(turns: Turns, first_step_bytes: int) -> None:

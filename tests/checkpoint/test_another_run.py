@@ -15,20 +15,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from megappo.checkpoint.export import export_run
+from megappo.checkpoint.exports.export import export_run
 from megappo.checkpoint.files import Marker, read_marker, write_marker
 from megappo.checkpoint.identity import architecture_fields
 from megappo.checkpoint.source import CheckpointSource
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.cli import main
-from megappo.config.model_files import read_architecture
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import model_parameters, pieces, shard_shape
 from megappo.families.weights import read_shard
-from megappo.ppo.origins import open_origin
+from megappo.models.model_files import read_architecture
+from megappo.ppo.assembly.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
-from megappo.runtime import objects
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks import objects
 from tests.support.checkpoints import one_step_run
 from tests.support.models import VOCAB
 from tests.support.places import TINY

@@ -9,16 +9,13 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megappo.checkpoint import files
-from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.checkpoint.files import (
     MARKER,
     CheckpointError,
@@ -42,16 +39,15 @@ from tests.support.checkpoints import snapshot, write
 CORRUPTIONS = 200
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    """Start a process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Runtime(0, 1, 0, torch.device("cpu"))
-    dist.destroy_process_group()
-
-
 def remaining_steps(directory: Path) -> list[int]:
     return [step for step, _ in folders(directory)]
+
+
+def selected(directory: Path, runtime: Runtime) -> tuple[int, list[str]]:
+    """Return the step of the selected checkpoint, and the messages about skipped checkpoints."""
+    chosen = select_checkpoint(directory, runtime)
+    assert chosen is not None
+    return chosen[1].step, chosen[2]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -74,8 +70,7 @@ def test_skipped_checkpoints_do_not_displace_complete_ones(tmp_path: Path, runti
     assert remaining_steps(tmp_path) == [3, 2, 1]
     write(tmp_path, runtime, 2, keep_last=1, keep_best=None)
     assert remaining_steps(tmp_path) == [3, 2]
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and chosen[1].step == 2
+    assert selected(tmp_path, runtime)[0] == 2
     write(tmp_path, runtime, 3, keep_last=1, keep_best=None)
     assert remaining_steps(tmp_path) == [3]
 
@@ -150,13 +145,10 @@ def test_unfinished_checkpoint_is_written_again(tmp_path: Path, runtime: Runtime
     write(tmp_path, runtime, 1, 2)
     (tmp_path / "step-000002" / MARKER).unlink()
     (tmp_path / "step-000002" / "__9_0.distcp").write_text("of another layout")
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and chosen[1].step == 1
-    assert chosen[2] == [f"{tmp_path / 'step-000002'} was not finished and is skipped"]
+    assert selected(tmp_path, runtime) == (1, [f"{tmp_path / 'step-000002'} was not finished and is skipped"])
     write(tmp_path, runtime, 2)
     assert not (tmp_path / "step-000002" / "__9_0.distcp").exists()
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and chosen[1].step == 2 and not chosen[2]
+    assert selected(tmp_path, runtime) == (2, [])
 
 
 def test_finished_checkpoint_remains_until_it_is_replaced(
@@ -174,8 +166,7 @@ def test_finished_checkpoint_remains_until_it_is_replaced(
         with pytest.raises(CheckpointError, match="killed"):
             write(tmp_path, runtime, 1)
     assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} == before
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and chosen[1].step == 1 and not chosen[2]
+    assert selected(tmp_path, runtime) == (1, [])
     write(tmp_path, runtime, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert {p.name: p.read_bytes() for p in (tmp_path / "step-000001").iterdir()} != before
@@ -185,8 +176,7 @@ def test_finished_checkpoint_remains_until_it_is_replaced(
     assert select_checkpoint(tmp_path, runtime) is None
     files.put_all_in_place(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.new"]
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and chosen[1].step == 1
+    assert selected(tmp_path, runtime)[0] == 1
 
 
 def test_files_of_other_machines_are_awaited(tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +193,7 @@ def test_files_of_other_machines_are_awaited(tmp_path: Path, runtime: Runtime, m
     with monkeypatch.context() as patch:
         patch.setattr(files, "stamp", hidden_for_a_while)
         write(tmp_path / "run", runtime, 1)
-    chosen = select_checkpoint(tmp_path / "run", runtime)
-    assert chosen is not None and chosen[1].step == 1 and not chosen[2]
+    assert selected(tmp_path / "run", runtime) == (1, [])
 
 
 def test_no_complete_checkpoint_is_reported(tmp_path: Path, runtime: Runtime) -> None:
@@ -219,32 +208,23 @@ def corrupt(folder: Path, draw: random.Random) -> str:
     """Damage a checkpoint in one of many ways. Return a description of the damage."""
     files = sorted(folder.iterdir())
     first, second = draw.sample(files, 2)
-    how = draw.choice(["truncate", "empty", "flip", "zero", "delete", "swap", "extend", "replace", "permute"])
-    data = bytearray(first.read_bytes())
-    place = draw.randrange(len(data))
-    if how == "truncate":
-        first.write_bytes(data[:place])
-    elif how == "empty":
-        first.write_bytes(b"")
-    elif how == "flip":
-        data[place] ^= 1 << draw.randrange(8)
-        first.write_bytes(data)
-    elif how == "zero":
-        data[place : place + 512] = bytes(len(data[place : place + 512]))
-        first.write_bytes(data)
-    elif how == "delete":
-        first.unlink()
-    elif how == "swap":
-        content = second.read_bytes()
-        second.write_bytes(data)
-        first.write_bytes(content)
-    elif how == "extend":
-        first.write_bytes(data + b"\0")
-    elif how == "replace":  # the file with the same name of another checkpoint
-        first.write_bytes((folder.parent / "step-000001" / first.name).read_bytes())
-    else:
+    data, place = bytearray(first.read_bytes()), draw.randrange(first.stat().st_size)
+    flipped, zeroed = bytearray(data), bytearray(data)
+    flipped[place] ^= 1 << draw.randrange(8)
+    zeroed[place : place + 512] = bytes(len(data[place : place + 512]))
+    of_older = (folder.parent / "step-000001" / first.name).read_bytes()
+    contents: dict[str, bytes | bytearray] = {
+        "truncate": data[:place], "empty": b"", "flip": flipped, "zero": zeroed, "delete": b"",
+        "swap": second.read_bytes(), "extend": data + b"\0", "replace": of_older, "permute": data,
+    }  # fmt: skip
+    how = draw.choice([*contents])
+    if how == "permute":
         draw.shuffle(data)
-        first.write_bytes(data)
+    if how == "swap":
+        second.write_bytes(data)
+    first.write_bytes(contents[how])
+    if how == "delete":
+        first.unlink()
     return f"{how} {first.name} {second.name}"
 
 
@@ -258,14 +238,12 @@ def test_random_corruptions_are_detected(tmp_path: Path, runtime: Runtime) -> No
         directory = tmp_path / "copy"
         shutil.copytree(pristine, directory)
         how = corrupt(directory / "step-000003", random.Random(seed))
-        chosen = select_checkpoint(directory, runtime)
-        assert chosen is not None, how
-        folder, marker, sentences = chosen
-        if marker.step == 3:
-            assert {p.name: p.read_bytes() for p in folder.iterdir()} == contents, how
+        step, sentences = selected(directory, runtime)
+        if step == 3:
+            assert {p.name: p.read_bytes() for p in (directory / "step-000003").iterdir()} == contents, how
             unharmed += 1
         else:
-            assert marker.step == 2 and len(sentences) == 1, how
+            assert step == 2 and len(sentences) == 1, how
             assert "step-000003 is damaged" in sentences[0] or "step-000003 was not finished" in sentences[0]
         shutil.rmtree(directory)
     assert unharmed < CORRUPTIONS / 10  # some changes have no effect, such as zeros that replace zeros
@@ -365,8 +343,7 @@ def test_temporary_disk_errors_are_retried(tmp_path: Path, runtime: Runtime, mon
         return digest(file, name)
 
     monkeypatch.setattr(hashlib, "file_digest", flaky_digest)
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and (chosen[1].step, chosen[2], troubles) == (2, [], [])
+    assert (selected(tmp_path, runtime), troubles) == ((2, []), [])
 
 
 def test_swapped_and_renamed_checkpoints_are_detected(tmp_path: Path, runtime: Runtime) -> None:
@@ -394,13 +371,11 @@ def test_full_disk_is_reported_and_fails_one_checkpoint(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        CheckpointError, match=r"step 2 could not be written in .*No space left on device .*free of .*make room"
-    ):
+    message = r"step 2 could not be written in .*No space left on device .*free of .*make room"
+    with pytest.raises(CheckpointError, match=message):
         write(tmp_path, runtime, 2, asynchronous=asynchronous)
     monkeypatch.undo()
-    chosen = select_checkpoint(tmp_path, runtime)
-    assert chosen is not None and chosen[1].step == 1
+    assert selected(tmp_path, runtime)[0] == 1
 
 
 def test_random_states_are_restored(runtime: Runtime) -> None:
@@ -422,52 +397,6 @@ def test_markers_have_the_written_content(tmp_path: Path, runtime: Runtime) -> N
     assert {p.name for p in (tmp_path / "step-000007").iterdir()} == marker.files.keys() | {MARKER}
 
 
-def test_changed_settings_are_classified() -> None:
-    before: dict[str, Any] = {
-        "run": {"seed": 1, "steps": 10, "name": "a"},
-        "model": {"path": "m"},
-        "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-3}},
-        "reference": None,
-    }
-    now: dict[str, Any] = {
-        "run": {"seed": 1, "steps": 20, "name": "b"},
-        "model": {"path": "m"},
-        "actor": {"optimizer": {"schedule": "constant", "learning_rate": 1e-4}},
-        "reference": {"path": "r"},
-    }
-    read_again = json.loads(json.dumps(before))
-    assert compare_settings(before, read_again, (10, 10)) == Changes((), ())
-    old_form = {**before, "algorithm": {"lam": 0.9}}  # the form before separate lambdas of roles
-    own_lambdas: dict[str, Any] = {**before, "algorithm": {"lam": {"actor": {"number": 1.0}, "critic": 1.0}}}
-    lambdas = ("algorithm.lam.actor.number: 0.9 -> 1.0", "algorithm.lam.critic: 0.9 -> 1.0")
-    assert compare_settings(old_form, own_lambdas, (10, 10)) == Changes(lambdas, ())
-    changes = compare_settings(before, now, (10, 20))
-    assert changes.harmless == ("actor.optimizer.learning_rate: 0.001 -> 0.0001", "run.steps: 10 -> 20")
-    assert changes.dangerous == ("reference.path: not set -> 'r'",)
-    now["actor"] = {"optimizer": {"schedule": "linear", "learning_rate": 1e-3}}
-    changes = compare_settings(before, now, (10, 20))
-    assert changes.harmless == ("actor.optimizer.schedule: 'constant' -> 'linear'",)
-    assert "run.steps: 10 -> 20 (learning rates decay over the run's steps)" in changes.dangerous
-    waits: list[dict[str, Any]] = [{**now, "critic": {"warmup_steps": steps}} for steps in (5, 0)]
-    sentence = "critic.warmup_steps: 5 -> 0"
-    moved = f"{sentence} (the actor's learning rate decays over the steps after it)"
-    assert compare_settings(waits[0], waits[1], (10, 10)) == Changes((), (moved,))
-    steady: list[dict[str, Any]] = [{"critic": wait["critic"]} for wait in waits]
-    assert compare_settings(steady[0], steady[1], (10, 10)) == Changes((sentence,), ())
-    unmentioned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 1800.0}}}
-    planned = {"rollout": {"sglang": {"threads": 2, "request_timeout_seconds": 4000.0}}}  # planned by a slower machine
-    assert compare_settings(unmentioned, planned, (10, 10)).harmless == ()
-    resting = {"actor": {"offload": {"weights": True}}, "reference": {"offload": {"weights": True}}}
-    staying = {"actor": {"offload": {"weights": False}}, "reference": {"offload": {"weights": False}}}
-    assert compare_settings(resting, staying, (10, 10)) == Changes((), ())
-    now["run"] = {"seed": 1, "steps": None, "epochs": 2}
-    assert compare_settings(before, now, (10, 10)).harmless[1:] == ("run.epochs: not set -> 2", "run.steps: 10 -> null")
-    assert (
-        "run.epochs: not set -> 2 (learning rates decay over the run's steps)"
-        in compare_settings(before, now, (10, 20)).dangerous
-    )
-
-
 def test_checkpoints_of_an_older_format_are_refused(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,7 +413,6 @@ def test_replay_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     folder = files.step_folder(tmp_path, 3)
     folder.mkdir()
     files.write_marker(folder, Marker(3, {}, {"world_size": 1, "refused": {"role": "actor", "minibatch": 1}}))
-    with pytest.raises(
-        ValueError, match="has no batch that this version can repeat; name a folder in a run's `replay`"
-    ):
+    message = "has no batch that this version can repeat; name a folder in a run's `replay`"
+    with pytest.raises(ValueError, match=message):
         replay(str(folder), world_size=1)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megappo.checkpoint.storage import storage_writer
 from megappo.errors import verdict_of, writing
-from megappo.observe.appending import AppendedFile
-from megappo.observe.plain_files import synced
+from megappo.files.appending import AppendedFile
+from megappo.files.plain_files import synced
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 

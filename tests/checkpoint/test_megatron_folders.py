@@ -29,26 +29,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megappo.checkpoint.torch_dist.source import TorchDistSource
 from megappo.checkpoint.torch_dist.writer import write_torch_dist
-from megappo.config.model_files import read_architecture
 from megappo.errors import RunError
 from megappo.families.parameters import OUTPUT_LAYER, Piece, model_parameters, shard_shape
 from megappo.families.weights import WeightSource, read_shard
-from megappo.ppo.origins import open_origin
+from megappo.models.model_files import read_architecture
+from megappo.ppo.assembly.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
+from tests.support.checkpoints import CALL, TRACES, Payload
 from tests.support.models import VOCAB, write_model, write_value_model
-
-TRACES: list[str] = []
-
-
-def leave_a_trace(where: str) -> None:
-    TRACES.append(where)
-
-
-class Payload:
-    """A payload whose pickle calls a function when it is loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return leave_a_trace, ("read",)
 
 
 def written(root: Path, folder: Path, role: str = "actor", dtype: torch.dtype = torch.float32) -> Path:
@@ -78,14 +66,7 @@ def assert_same(actual: WeightSource, expected: WeightSource, folder: Path, role
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [
-        ("llama", False),
-        ("qwen2", True),
-        ("qwen3", True),
-        ("qwen3_moe", False),
-        ("mistral", False),
-        ("mixtral", False),
-    ],
+    [("llama", False), ("qwen2", True), ("qwen3", True), ("qwen3_moe", False), ("mistral", False), ("mixtral", False)],
 )
 def test_written_folders_are_read_again(tmp_path: Path, family: str, tied: bool) -> None:
     folder = write_model(tmp_path / "model", family, 3, num_hidden_layers=2, tie_word_embeddings=tied)
@@ -192,10 +173,8 @@ def test_other_formats_are_refused_by_name(world: Path) -> None:
 
 NO_ARGUMENT = object()
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a newer name": (
-        {"norm_epsilon": NO_ARGUMENT, "layernorm_epsilon": 1e-5},
-        "norm_epsilon 1e-05 (config.json: 1e-06)",
-    ),
+    "a newer name": ({"norm_epsilon": NO_ARGUMENT, "layernorm_epsilon": 1e-5},
+        "norm_epsilon 1e-05 (config.json: 1e-06)"),
     "layers": ({"num_layers": 7}, "num_layers 7 (config.json: 2)"),
     "several": (
         {"rotary_base": 500000, "norm_epsilon": 1e-5, "add_qkv_bias": True},
@@ -205,15 +184,13 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"num_experts": 8}, "num_experts 8 (config.json: null)"),
     "no groups": ({"group_query_attention": False}, "num_query_groups 4 (config.json: 2)"),
     "window": ({"window_size": (15, 0)}, "window_size (15, 0) (config.json: null)"),
-    "untied": (
-        {"untie_embeddings_and_output_weights": False},
-        "untie_embeddings_and_output_weights false (config.json: true)",
-    ),
+    "untied": ({"untie_embeddings_and_output_weights": False},
+        "untie_embeddings_and_output_weights false (config.json: true)"),
     "scaled rope": ({"use_rope_scaling": True}, "use_rope_scaling true (config.json: false)"),
     "an object": ({"normalization": AttnBackend.auto}, "normalization AttnBackend (config.json: 'RMSNorm')"),
     "latent attention": ({"multi_latent_attention": True}, "multi_latent_attention true (config.json: false)"),
     "tokens": ({"vocab_size": VOCAB + 5}, f"vocab_size {VOCAB + 5} (config.json: {VOCAB})"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -274,7 +251,7 @@ def test_newer_checkpoints_have_arguments_in_a_shard(world: Path) -> None:
     assert "common.pt cannot be read: No such file" in refused(world)
     for content, message in (
         ([common], "num_layers 7 (config.json: 2)"),
-        (Payload(), f"distcp names {__name__}.leave_a_trace, which Megatron-LM does not write"),
+        (Payload("read"), f"distcp names {CALL}, which Megatron-LM does not write"),
     ):
         archive = BytesIO()
         torch.save(content, archive)
@@ -342,7 +319,7 @@ def in_another_folder(metadata: Metadata) -> None:
 
 
 def a_call(metadata: Metadata) -> None:
-    metadata.planner_data = Payload()
+    metadata.planner_data = Payload("read")
 
 
 CRAFTED: dict[str, tuple[Callable[[Metadata], None], str]] = {
@@ -353,7 +330,7 @@ CRAFTED: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "part nowhere": (part_nowhere, "is damaged: 'decoder.layers.mlp.linear_fc2.weight' has a part without a location"),
     "float8": (float8, "is of type torch.float8_e4m3fn, which cannot be read; use weights of type torch.float64"),
     "another folder": (in_another_folder, ".metadata has invalid content (ValueError: tensors in '../__0"),
-    "a call": (a_call, f".metadata names {__name__}.leave_a_trace, which no checkpoint contains"),
+    "a call": (a_call, f".metadata names {CALL}, which no checkpoint contains"),
 }
 
 
@@ -367,24 +344,24 @@ def test_invalid_metadata_is_reported(world: Path, how: str) -> None:
 def test_differing_shapes_are_named(world: Path) -> None:
     """The shapes are also compared if the checkpoint has no arguments."""
     folder = world / "megatron/release"
-    assert "its arguments contradict the actor's config.json: ffn_hidden_size 48 (config.json: 40); use" in refused(
-        world, ffn_hidden_size=40
-    )
+    sentence = "its arguments contradict the actor's config.json: ffn_hidden_size 48 (config.json: 40); use"
+    assert sentence in refused(world, ffn_hidden_size=40)
     torch.save({}, folder / "common.pt")
     message = f"'decoder.layers.mlp.linear_fc1.weight' in {folder} has shape (2, 96, 32), config.json requires (2, 80"
     assert message in refused(world, ffn_hidden_size=40)
-    assert "contains output_layer.weight, which a llama of its config.json does not have" in refused(
-        world, tied_embeddings=True
-    )
+    sentence = "contains output_layer.weight, which a llama of its config.json does not have"
+    assert sentence in refused(world, tied_embeddings=True)
     open_origin(  # a critic has no output layer to tie
         str(world / "megatron"), "critic", dataclasses.replace(read_architecture(world / "model"), tied_embeddings=True)
     )
 
 
-@pytest.mark.parametrize("content", [Payload(), {"args": Payload()}, {"args": Namespace(x=Payload())}], ids=range(3))
+@pytest.mark.parametrize(
+    "content", [Payload("read"), {"args": Payload("read")}, {"args": Namespace(x=Payload("read"))}], ids=range(3)
+)
 def test_unknown_class_is_refused_by_name(world: Path, content: Any) -> None:
     torch.save(content, world / "megatron/release/common.pt")
-    message = f"common.pt names {__name__}.leave_a_trace, which Megatron-LM does not write"
+    message = f"common.pt names {CALL}, which Megatron-LM does not write"
     assert message in refused(world)
 
 
@@ -430,7 +407,7 @@ def test_call_in_a_shard_is_not_run(world: Path) -> None:
     metadata = pickle.loads((path.parent / ".metadata").read_bytes())
     place = next(p for i, p in metadata.storage_data.items() if i.fqn == "decoder.final_layernorm.weight")
     content = BytesIO()
-    torch.save({"call": Payload(), "size": "x" * (place.length - 800)}, content)
+    torch.save({"call": Payload("read"), "size": "x" * (place.length - 800)}, content)
     written = bytearray(path.read_bytes())
     assert len(content.getvalue()) <= len(written) - place.offset
     written[place.offset : place.offset + place.length] = content.getvalue().ljust(place.length, b"\0")[: place.length]

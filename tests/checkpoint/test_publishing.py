@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from megappo import api
-from megappo.checkpoint.card import model_card, write_card
-from megappo.checkpoint.publishing import check_hub
-from megappo.cli import main
+from megappo.checkpoint.exports.card import model_card, write_card
+from megappo.checkpoint.exports.publishing import check_hub
 from megappo.config import ConfigError, load_config
-from megappo.config.hub import silence
+from megappo.models.hub import silence
 from tests.support.checkpoints import one_step_run
 from tests.support.places import QUICKSTART
 
@@ -182,12 +181,9 @@ def test_export_is_uploaded_unchanged(hub: Hub, run: Path, tmp_path: Path, publi
     assert hub.keys == {"Bearer hf_of_nobody"}
 
 
-def test_failed_upload_leaves_the_export(
-    hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_upload_leaves_the_export(hub: Hub, run: Path, tmp_path: Path, errors_of: Callable[..., str]) -> None:
     hub.refuses = True
-    assert main(["export", str(run), str(tmp_path / "out"), "--push-to-hub", NAME]) == 2
-    output = capsys.readouterr().err
+    output = errors_of("export", run, tmp_path / "out", "--push-to-hub", NAME)
     assert (
         f"{tmp_path / 'out'} is written, but could not be uploaded to {NAME}" in output and "Storage is full" in output
     )

@@ -7,7 +7,7 @@ import pickle
 import random
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -28,36 +27,12 @@ from megappo.checkpoint.select import select_checkpoint
 from megappo.checkpoint.shards import read_tensors
 from megappo.checkpoint.versions import TORCH_VERSIONS, require_readable
 from megappo.runtime.process import Runtime
-from tests.support.checkpoints import ARCHIVES, SHAPES, write
+from tests.support.checkpoints import ARCHIVES, SHAPES, TRACES, Payload, write
 from tests.support.places import ROOT
-
-TRACES: list[str] = []
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    """Start a process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Runtime(0, 1, 0, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def empty_shards() -> dict[str, ShardedTensor]:
     return {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape)) for key, shape in SHAPES.items()}
-
-
-def leave_a_trace(where: str) -> None:
-    TRACES.append(where)
-
-
-class Payload:
-    """A payload whose pickle calls a function when it is loaded."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return leave_a_trace, (self.where,)
 
 
 def in_a_field(metadata: Metadata, folder: Path) -> None:
@@ -97,10 +72,7 @@ CRAFTED: dict[str, tuple[Callable[[Metadata, Path], None], str]] = {
     "a call in a field": (in_a_field, r"\.metadata names \S+\.leave_a_trace, which no checkpoint contains"),
     "a call in a key": (in_a_key, r"\.metadata names \S+\.leave_a_trace, which no checkpoint contains"),
     "a call in bytes": (in_bytes, r"\.metadata names torch\.\S+\.BytesStorageMetadata, which no checkpoint contains"),
-    "another folder": (
-        in_another_folder,
-        r"\.metadata has invalid content .*tensors in '\.\./elsewhere/__0_0",
-    ),
+    "another folder": (in_another_folder, r"\.metadata has invalid content .*tensors in '\.\./elsewhere/__0_0"),
     "negative sizes": (with_negative_sizes, r"\.metadata has invalid content .*-1 instead of a count"),
 }
 
@@ -181,14 +153,12 @@ def test_missing_tensors_are_reported(tmp_path: Path, runtime: Runtime) -> None:
     write(tmp_path, runtime, 1)
     folder = tmp_path / "step-000001"
     other = {"actor.weight.c": ShardedTensor.from_rank_offsets("actor.weight.c", torch.zeros(2))}
-    with pytest.raises(
-        ValueError, match="step-000001 does not contain the tensors of this model and layout: .*actor.weight.c"
-    ):
+    message = "step-000001 does not contain the tensors of this model and layout: .*actor.weight.c"
+    with pytest.raises(ValueError, match=message):
         read_tensors(folder, other)
     wide = {"actor.weight.a": ShardedTensor.from_rank_offsets("actor.weight.a", torch.zeros(64, 9))}
-    with pytest.raises(
-        ValueError, match="does not contain the tensors of this model and layout: .*shape mismatch"
-    ) as raised:
+    message = "does not contain the tensors of this model and layout: .*shape mismatch"
+    with pytest.raises(ValueError, match=message) as raised:
         read_tensors(folder, wide)
     assert "Traceback" not in str(raised.value)
 

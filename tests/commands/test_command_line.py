@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from megappo import __version__
 from megappo.cli import main
 from megappo.config import Config, ConfigError
-from megappo.config.roles import LayoutSettings
+from megappo.config.sections.roles import LayoutSettings
 from megappo.errors import Interrupted
 from megappo.preflight.resolved import ResolvedRun
 from megappo.runtime.waiting import pause
@@ -43,8 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.delenv(variable, raising=False)
     trainer = types.ModuleType("megappo.ppo.run")
     vars(trainer).update(
-        train=lambda run: seen.append(("train", run.config)),
-        evaluate=lambda run: seen.append(("evaluate", run.config)),
+        train=lambda run: seen.append(("train", run.config)), evaluate=lambda run: seen.append(("evaluate", run.config))
     )
 
     def export(*arguments: Any, without_mtp: bool, own: tuple[str | None, bool]) -> list[Path]:
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return []
 
     monkeypatch.setitem(sys.modules, "megappo.ppo.run", trainer)
-    monkeypatch.setattr("megappo.checkpoint.export.export_run", export)
+    monkeypatch.setattr("megappo.checkpoint.exports.export.export_run", export)
     return seen
 
 
@@ -80,21 +80,12 @@ def test_early_signal_requests_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("actor.epoch=2", "actor.epoch is not a setting; did you mean actor.epochs?"),
-        ("run.steps=0", "run.steps is 0, must be above 0; the nearest is 1"),
-        ("model.path=./nowhere", "model.path './nowhere': there is no such folder"),
-    ],
-)
-def test_malformed_settings_in_a_process(override: str, message: str) -> None:
-    done = spawn("train", str(BASE), override)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("megappo: error: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_malformed_setting_in_a_process() -> None:
+    done = spawn("train", str(BASE), "actor.epoch=2")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(
+        "megappo: error: override 'actor.epoch=2': actor.epoch is not a setting; did you mean"
+    )
 
 
 @pytest.mark.waits
@@ -142,28 +133,27 @@ def test_train(calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("actor.minibatch_sequences=7", "actor.minibatch_sequences"), ("rollout.sglang={}", "rollout.sglang is given")],
+    [
+        ("actor.minibatch_sequences=7", "actor.minibatch_sequences"),
+        ("rollout.servers={nodes: 2}", "rollout.servers.nodes 2 does not divide tensor_parallel 1"),
+    ],
 )
 def test_settings_are_refused_before_data_are_read(
-    override: str, message: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str, message: str, model: str, monkeypatch: pytest.MonkeyPatch, errors_of: Callable[..., str]
 ) -> None:
     from megappo.preflight import inputs
     from megappo.runtime import device
 
     monkeypatch.setattr(inputs, "read_inputs", lambda *_, **__: pytest.fail("the data were read"))
     monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
-    assert main(["train", str(BASE), model, "run.steps=null", "run.epochs=1", "rollout.engine=null", override]) == 2
-    assert message in capsys.readouterr().err
+    assert message in errors_of("train", BASE, model, "run.steps=null", "run.epochs=1", "rollout.engine=null", override)
 
 
 @pytest.mark.waits
 def test_quiet_and_other_ranks(
-    calls: list[tuple[Any, ...]],
-    model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     assert main(["train", str(BASE), model, "logging.console=quiet"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -197,23 +187,18 @@ def test_quiet_and_other_ranks(
 
 
 def test_world_size_comes_from_the_environment(
-    calls: list[tuple[Any, ...]],
-    model: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    calls: list[tuple[Any, ...]], model: str, errors_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "32")
-    assert main(["train", str(BASE), model]) == 2
-    errors = capsys.readouterr().err
+    errors = errors_of("train", BASE, model)
     assert "is below the 32 data parallel replicas" in errors
     assert all(line.startswith("megappo: error: ") for line in errors.splitlines())
     monkeypatch.setenv("WORLD_SIZE", "many")
-    assert main(["train", str(BASE), model]) == 2
-    assert "WORLD_SIZE is 'many'" in capsys.readouterr().err
+    assert "WORLD_SIZE is 'many'" in errors_of("train", BASE, model)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "")  # such a process does not wait for rank 0
-    assert main(["train", str(BASE), model, "run.steps=0"]) == 2
-    assert capsys.readouterr().err.startswith("megappo: error: run.steps is 0, must be above 0; ")
+    printed = errors_of("train", BASE, model, "run.steps=0")
+    assert printed.startswith("megappo: error: run.steps is 0, must be above 0; ")
     assert calls == []
 
 
@@ -232,14 +217,13 @@ def test_eval(calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: 
 
 
 def test_eval_names_weights_that_are_no_model(
-    calls: list[tuple[Any, ...]], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    calls: list[tuple[Any, ...]], model: str, tmp_path: Path, errors_of: Callable[..., str]
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
 
     def error() -> str:
-        assert main(["eval", str(BASE), model, "--weights", str(run)]) == 2
-        return capsys.readouterr().err
+        return errors_of("eval", BASE, model, "--weights", run)
 
     assert error() == f"megappo: error: --weights '{run}' has no config.json; give a Hugging Face model folder\n"
     (run / "config.yaml").write_text("run: {}")
@@ -263,17 +247,12 @@ def test_eval_names_weights_that_are_no_model(
     ],
 )
 def test_evaluation_prints_sets_samples_and_temperature(
-    calls: list[tuple[Any, ...]],
-    model: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: tuple[str, ...],
-    parts: list[str],
-) -> None:
+    calls: list[tuple[Any, ...]], model: str, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...], parts: list[str],
+) -> None:  # fmt: skip
     """The output contains no sizes of training."""
     monkeypatch.setenv("COLUMNS", "300")
-    assert main(["eval", str(BASE), model, *settings]) == 0
-    output = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    output = " ".join(output_of("eval", BASE, model, *settings).replace("\u2502", " ").split())
     assert all(part in output for part in parts), output
     assert (
         "prompts x" not in output
@@ -293,18 +272,13 @@ def test_evaluation_prints_sets_samples_and_temperature(
 )
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_one_process_reports_the_required_number(
-    calls: list[tuple[Any, ...]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    layouts: tuple[str, ...],
-    fewest: int,
-) -> None:
+    calls: list[tuple[Any, ...]], errors_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, command: str,
+    layouts: tuple[str, ...], fewest: int,
+) -> None:  # fmt: skip
     """An evaluation with an engine inside the process needs no layout."""
     monkeypatch.delenv("MEGAPPO_LAUNCH", raising=False)
-    servers = ("rollout.engine=sglang", "rollout.sglang={placement: colocated, tensor_parallel: 1}")
-    assert main([command, str(QUICKSTART), *layouts, *servers]) == 2
-    output = capsys.readouterr().err
+    servers = ("rollout.servers.kind=sglang", "rollout.servers={placement: colocated, tensor_parallel: 1}")
+    output = errors_of(command, QUICKSTART, *layouts, *servers)
     assert f"this is 1 process, but the layouts need {fewest}; start {fewest} processes: torchrun " in output
     assert f"--nproc-per-node {fewest} -m megappo {command}" in output and calls == []
     assert main([command, str(QUICKSTART), *layouts]) == (0 if command == "eval" else 2)
@@ -314,15 +288,14 @@ def test_one_process_reports_the_required_number(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_missing_gpu_is_reported_before_missing_engine(
-    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    calls: list[tuple[Any, ...]], model: str, errors_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang should not be installed for a missing device."""
-    monkeypatch.setattr("megappo.runtime.sglang_cpu.installed_version", lambda name: None)
-    arguments = ["train", str(BASE), model, "rollout.engine=sglang"]
-    assert main([*arguments, "runtime.device=cuda"]) == 2
-    assert capsys.readouterr().err.startswith("megappo: error: runtime.device is cuda, but this machine shows no CUDA")
-    assert main([*arguments, "runtime.device=cpu"]) == 1
-    assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
+    monkeypatch.setattr("megappo.engines.sglang.version.installed_version", lambda name: None)
+    arguments = ["train", str(BASE), model, "rollout.servers.kind=sglang"]
+    printed = errors_of(*arguments, "runtime.device=cuda")
+    assert printed.startswith("megappo: error: runtime.device is cuda, but this machine shows no CUDA")
+    assert "SGLang is not installed, but the settings need it" in errors_of(*arguments, "runtime.device=cpu", code=1)
     assert calls == []
 
 
@@ -360,17 +333,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"megappo {__version__}\n"
 
 
-def test_disk_errors_are_one_sentence(
-    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_disk_errors_are_one_sentence(calls: list[tuple[Any, ...]], model: str, errors_of: Callable[..., str]) -> None:
     trainer = vars(sys.modules["megappo.ppo.run"])
 
     def train(run: ResolvedRun) -> None:
         raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
 
     trainer["train"] = train
-    assert main(["train", str(BASE), model]) == 1
-    assert capsys.readouterr().err == (
+    assert errors_of("train", BASE, model, code=1) == (
         "megappo: error: writing failed, runs/x/metrics.jsonl: No space left on device; free some space or repair "
         "the disk and start again, a run continues from its newest checkpoint\n"
     )
@@ -401,32 +371,24 @@ def test_steps_to_trace_are_settings(calls: list[tuple[Any, ...]], model: str) -
         ("1-1000000", "--profile 1-1000000 is no range of at most 100 steps; write a range such"),
     ],
 )
-def test_invalid_trace_steps_are_refused(
-    steps: str, message: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(BASE), model, "--profile", steps]) == 2
-    assert message in capsys.readouterr().err
+def test_invalid_trace_steps_are_refused(steps: str, message: str, model: str, errors_of: Callable[..., str]) -> None:
+    assert message in errors_of("train", BASE, model, "--profile", steps)
 
 
-def test_replay_accepts_no_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_accepts_no_other_settings(errors_of: Callable[..., str]) -> None:
     for arguments in ([], ["a.yaml", "--replay", "x"], ["--replay", "x", "run.steps=1"]):
-        assert main(["train", *arguments]) == 2
-        assert "train needs CONFIG, or --replay FOLDER alone" in capsys.readouterr().err
+        assert "train needs CONFIG, or --replay FOLDER alone" in errors_of("train", *arguments)
 
 
-def test_value_errors_while_training(
-    calls: list[tuple[Any, ...]], model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_value_errors_while_training(calls: list[tuple[Any, ...]], model: str, errors_of: Callable[..., str]) -> None:
     """A ValueError of this project is printed as one line. A ValueError of a library keeps its traceback."""
     trainer = vars(sys.modules["megappo.ppo.run"])
     failing = "def train(run):\n    raise ValueError('train.jsonl has\\nno prompts; add some')"
     exec(failing, trainer)
-    assert main(["train", str(BASE), model]) == 2
-    assert capsys.readouterr().err == "megappo: error: train.jsonl has no prompts; add some\n"
+    assert errors_of("train", BASE, model) == "megappo: error: train.jsonl has no prompts; add some\n"
     trainer["train"] = lambda run: int("x")
     with pytest.raises(ValueError, match="invalid literal"):
         main(["train", str(BASE), model])
     trainer["train"] = lambda run: (_ for _ in ()).throw(ConfigError(["one", "two"]))
-    assert main(["train", str(BASE), model]) == 2
-    assert capsys.readouterr().err == "megappo: error: one\nmegappo: error: two\n"
+    assert errors_of("train", BASE, model) == "megappo: error: one\nmegappo: error: two\n"
     assert calls == []

@@ -24,7 +24,7 @@ from megappo.checkpoint.identity import architecture_digest
 from megappo.cli import main
 from megappo.commands.serve import make_service
 from megappo.config import load_config
-from megappo.engines.sglang.fleet import KEY_VARIABLE
+from megappo.engines.sglang.servers.fleet import KEY_VARIABLE
 from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.waiting import wait_until
 from tests.support.checkpoints import one_step_run
@@ -146,7 +146,7 @@ def test_server_of_a_crafted_model_executes_no_code(crafted: Path, monkeypatch: 
     pytest.importorskip("sglang")
     monkeypatch.setenv(KEY_VARIABLE, "a key")
     config = resolve_for_device(
-        load_config(own_settings(crafted)[0], own_settings(crafted, "rollout.engine=sglang")[1:])
+        load_config(own_settings(crafted)[0], own_settings(crafted, "rollout.servers.kind=sglang")[1:])
     )
     service = make_service(config, host=None, port=0, index=0, linger_seconds=0.0)
     assert not service.spec.trust_remote_code
@@ -310,7 +310,7 @@ def _nothing_runs() -> bool:
 def _served(crafted: Path) -> int:
     """Return the exit code of `megappo serve` before a server is started."""
     try:
-        arguments = own_settings(crafted, "rollout.engine=sglang", f"run.directory={crafted / 'mine'}")
+        arguments = own_settings(crafted, "rollout.servers.kind=sglang", f"run.directory={crafted / 'mine'}")
         make_service(
             resolve_for_device(load_config(arguments[0], arguments[1:])), host=None, port=0, index=0, linger_seconds=0.0
         )

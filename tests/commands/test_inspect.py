@@ -15,10 +15,9 @@ from pyarrow import parquet
 
 from megappo.cli import main
 from megappo.config import load_config, save_config
-from megappo.config.rules.experience import MARKER
 from megappo.observe.page.experience import saved_samples
-from megappo.observe.saved_samples import ALONE, read_numbers
-from megappo.ppo.experience_files import read_samples
+from megappo.observe.saved_samples import MARKER, read_numbers
+from megappo.ppo.records.experience_files import read_samples
 from tests.support.places import BASE
 from tests.support.saved import SPOKEN, rows, samples, save_step, two_episodes, two_samples
 
@@ -91,9 +90,8 @@ def test_rewards_of_other_tokens_are_reported(tmp_path: Path, capsys: pytest.Cap
     save_step(tmp_path / "experience", 1, replace(saved, experience=astray))
     lines = inspect_lines(capsys, tmp_path, "--sample", 0)
     assert lines[1] == "settings: not known (no config.yaml next to it)"
-    assert (
-        "rewards: sum 0.5, on the last own token 25.0% of their size, on tokens that are not the model's 50.0%" in lines
-    )
+    message = "rewards: sum 0.5, on the last own token 25.0% of their size, on tokens that are not the model's 50.0%"
+    assert message in lines
     assert [line.split()[4] for line in lines[7:11]] == ["reward", "0.25", "0.5", "0.25"]
 
 
@@ -112,9 +110,8 @@ def test_samples_are_listed_and_filtered(run: Path, capsys: pytest.CaptureFixtur
         "     1    -0.5       1  response_limit  1+4=    9<eos>",
     ]
     assert lines[10] == "tokens: 8, the model's own 6, in the losses 4"
-    assert (
-        "values: mean 0.5, standard deviation 0; explained variance 0.000, correlation with returns 0.000" in lines[11:]
-    )
+    message = "values: mean 0.5, standard deviation 0; explained variance 0.000, correlation with returns 0.000"
+    assert message in lines[11:]
     assert listed(inspect_lines(capsys, run, "--step", 3)) == ["0", "1"]
     assert listed(inspect_lines(capsys, run, "--text", "!<eos>")) == ["0", "2"]
     assert listed(inspect_lines(capsys, run, "--text", "1+4")) == ["1", "3"]
@@ -129,17 +126,12 @@ def test_samples_are_listed_and_filtered(run: Path, capsys: pytest.CaptureFixtur
     assert "0 match the criteria" in inspect_lines(capsys, run, "--text", "nowhere")
 
 
-@pytest.mark.parametrize("is_older", [False, True])
-def test_rewards_of_turns_count(tmp_path: Path, is_older: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rewards of turns count in the list, its filter and order, and the file. Older files have separate columns."""
+def test_rewards_of_turns_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards of turns count in the list, its filter and order, and the file."""
     save_step(tmp_path / "experience", 1, two_episodes(0))
     path = tmp_path / "experience" / "step-000001" / "rank-00000.parquet"
     table = parquet.read_table(path)
     assert table["score"].to_pylist() == [0.875, -0.5] and table["reward"].to_pylist() == [1.0, -0.5]
-    if is_older:
-        for name, alone in ALONE.items():
-            table = table.set_column(table.column_names.index(name), name, table[alone])
-        parquet.write_table(table.drop_columns([*ALONE.values()]), path)
     read = read_samples(path)
     assert read.given_B.tolist() == [0.125, -0.5] and read.experience.scored.scores_B.tolist() == [0.25, -0.5]
     assert [line.split()[1] for line in inspect_lines(capsys, tmp_path)[4:6]] == ["1", "-0.5"]
@@ -174,10 +166,8 @@ def test_configured_folder_of_samples_is_read(tmp_path: Path, capsys: pytest.Cap
     run.mkdir()
     save_config(load_config(BASE, [f"rollout.save_to={tmp_path / 'elsewhere'}"]), run / "config.yaml")
     errors = inspect_lines(capsys, run, code=2)
-    assert (
-        f"has no saved experience (in {tmp_path / 'elsewhere'}); run it with 'logging.save_experience={{}}'"
-        in errors[0]
-    )
+    message = f"has no saved experience (in {tmp_path / 'elsewhere'}); run it with 'logging.save_experience={{}}'"
+    assert message in errors[0]
     save_step(tmp_path / "elsewhere", 1, two_samples(0))
     assert listed(inspect_lines(capsys, run)) == ["0", "1"]
     (run / "config.yaml").write_text("run: [\x1b[2J]\n")
@@ -237,21 +227,10 @@ def test_crafted_files_are_refused(run: Path, problem: str, capsys: pytest.Captu
     assert f"{path} contains no saved samples ({problem}); name the saved experience of a run" in errors[0]
 
 
-def test_turn_rewards_with_a_wrong_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_step(tmp_path / "experience", 1, two_episodes(0))
-    path = tmp_path / "experience" / "step-000001" / "rank-00000.parquet"
-    table = parquet.read_table(path).drop_columns([*ALONE.values()])
-    place = table.column_names.index("turn_rewards")
-    parquet.write_table(table.set_column(place, "turn_rewards", pyarrow.array([[0.5], [0.5]])), path)
-    assert "columns turn_rewards and response_mask differ in length" in inspect_lines(capsys, tmp_path, code=2)[0]
-
-
 def test_incomplete_steps_are_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Check missing columns, a missing file of a rank, and a marker with a very large number of ranks."""
     folder = run / "experience" / "step-000003"
     table = parquet.read_table(folder / "rank-00000.parquet")
-    parquet.write_table(table.drop_columns(["response_token_texts"]), folder / "rank-00000.parquet")
-    assert " token " not in " ".join(inspect_lines(capsys, run, "--step", 3, "--sample", 0)[7:8])
     parquet.write_table(table.drop_columns(["returns"]), folder / "rank-00000.parquet")
     assert "there is no column returns" in inspect_lines(capsys, run, "--step", 3, code=2)[0]
     marker = json.loads((folder / MARKER).read_text())

@@ -1,5 +1,4 @@
-"""`megappo report RUN --html FILE`: one file with all data of the runs, which a browser shows without network
-access."""
+"""`megappo report`: texts for one or several runs, and one HTML file with all data, which a browser shows."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from megappo.cli import main
+from megappo.commands.report import report
 from megappo.config import load_config, save_config
 from tests.observe.test_page import HOSTILE, embedded
 from tests.support.browser import browser, needs_browser
@@ -50,24 +50,23 @@ def make_run(directory: Path, *overrides: str, steps: int = 12, metrics: int = 0
     return directory
 
 
-def page_of(capsys: pytest.CaptureFixture[str], file: Path, *directories: Path) -> Any:
+def page_of(output_of: Callable[..., str], file: Path, *directories: Path) -> Any:
     """Run the command. Return the data of the written page."""
-    assert main(["report", *map(str, directories), "--html", str(file)]) == 0
-    assert capsys.readouterr().out == f"{file}: {file.stat().st_size / 1e3:,.0f} kB\n"
+    printed = output_of("report", *map(str, directories), "--html", file)
+    assert printed == f"{file}: {file.stat().st_size / 1e3:,.0f} kB\n"
     return embedded(file.read_bytes())
 
 
-def test_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_of_two_runs(tmp_path: Path, output_of: Callable[..., str]) -> None:
     one = make_run(tmp_path / "one", "run.seed=4")
     two = make_run(tmp_path / "two", "run.steps=12", steps=4)
     (two / "final").mkdir()
-    data = page_of(capsys, tmp_path / "page.html", one, two)
+    data = page_of(output_of, tmp_path / "page.html", one, two)
     first, second = data["runs"]
     assert (first["name"], first["directory"], first["notes"]) == ("one", str(one), [])
     assert second["status"] == "step 4 of 12, the trained actor is in final/"
-    assert second["result"] == (
-        "eval 0.250 at first, 0.250 in the last evaluation; reward/mean 1.000 at first, 1.537 in the last 4 steps"
-    )
+    message = "eval 0.250 at first, 0.250 in the last evaluation; reward/mean 1.000 at first, 1.537 in the last 4 steps"
+    assert second["result"] == message
     assert data["first"] == ["eval/reward_mean", "reward/mean", "response/truncated"]
     assert dict(second["metrics"])["reward/mean"] == [None, 1, 1.41421, 1.73205, 2]
     assert second["steps"] == [0, 1, 2, 3, 4] and second["hours"][-1] == pytest.approx(8 / 3600, abs=1e-6)
@@ -80,11 +79,11 @@ def test_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert first["profile"][0].startswith("# Step 3, traced") and first["samples"][0]["prompt"] == HOSTILE
 
 
-def test_large_run_has_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_run_has_a_small_page(tmp_path: Path, output_of: Callable[..., str]) -> None:
     run = make_run(tmp_path / "run", steps=1000, metrics=94)
     for step in range(1, 1001, 100):
         save_step(run / "experience", step, two_samples(0))
-    data = page_of(capsys, tmp_path / "page.html", run)
+    data = page_of(output_of, tmp_path / "page.html", run)
     assert len(data["names"]) >= 100 and len(data["runs"][0]["steps"]) == 1001
     assert data["runs"][0]["histograms"]["steps"] == list(range(1, 1001, 100))
     assert (tmp_path / "page.html").stat().st_size < LARGEST_BYTES
@@ -102,7 +101,7 @@ def test_page_imports_no_large_modules(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_damaged_files_remove_only_their_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_remove_only_their_parts(tmp_path: Path, output_of: Callable[..., str]) -> None:
     """Pipes and devices would block a reader, and are skipped too."""
     run = make_run(tmp_path / "run")
     save_step(run / "experience", 1, two_samples(0))
@@ -113,7 +112,7 @@ def test_damaged_files_remove_only_their_parts(tmp_path: Path, capsys: pytest.Ca
     os.mkfifo(run / "config.yaml")
     (run / "jumps.jsonl").symlink_to("/dev/zero")
     (run / "profile" / "step-000003.md").write_bytes(b"\xff")
-    run_data = page_of(capsys, tmp_path / "page.html", run)["runs"][0]
+    run_data = page_of(output_of, tmp_path / "page.html", run)["runs"][0]
     assert [note.split(" cannot ")[0] for note in run_data["notes"]] == [
         "The settings", "The updates that stood out", "The profile", "The distributions", "The saved samples",
         "The samples",
@@ -122,27 +121,26 @@ def test_damaged_files_remove_only_their_parts(tmp_path: Path, capsys: pytest.Ca
     assert dict(run_data["metrics"])["reward/mean"][1] == 1
 
 
-def test_missing_run_or_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 2
-    assert "holds no metrics.jsonl; name the directory of a run" in capsys.readouterr().err
-    run = make_run(tmp_path / "run")
+def test_missing_run_or_folder_is_reported(tmp_path: Path, errors_of: Callable[..., str]) -> None:
+    run, page = make_run(tmp_path / "run"), tmp_path / "page.html"
+    for options in (["--html", page], [run]):
+        message = f"megappo: error: {tmp_path} holds no metrics.jsonl; name the directory of a run\n"
+        assert errors_of("report", tmp_path, *options) == message
     for place in (tmp_path / "none" / "page.html", tmp_path):
-        assert main(["report", str(run), "--html", str(place)]) == 2
-        assert f"--html is '{place}', which cannot be written" in capsys.readouterr().err
+        assert f"--html is '{place}', which cannot be written" in errors_of("report", run, "--html", place)
     (run / "metrics.jsonl").write_text("")
-    assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 2
-    assert "has no step yet" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
+    assert "has no step yet" in errors_of("report", run, "--html", page)
+    assert not page.exists()
 
 
-def test_evaluations_are_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_are_first(tmp_path: Path, output_of: Callable[..., str]) -> None:
     """The page names the score above which a response is right."""
     sets = "{math: {source: a.jsonl, samples: 4, temperature: 1.0, pass_at: [4, 1], right_above: 0.75}}"
     run = make_run(tmp_path / "run", f"data.validation_sets={sets}", steps=2)
     results = {"eval/math/pass@4": 0.5, "eval/math/pass@1": 0.25, "eval/math/reward_mean": 0.375}
     lines = [{"step": 1, "reward/mean": 1.0, **results}, {"step": 2, "reward/mean": 2.0}]
     write_lines(run / "metrics.jsonl", *lines)
-    data = page_of(capsys, tmp_path / "page.html", run)
+    data = page_of(output_of, tmp_path / "page.html", run)
     names = ["eval/math/reward_mean", "eval/math/pass@1", "eval/math/pass@4", "reward/mean"]
     assert data["first"] == names
     assert data["runs"][0]["result"].split("; ") == [
@@ -178,7 +176,7 @@ def test_picture_has_the_curves(
 
 @needs_browser
 @pytest.mark.waits
-def test_text_of_a_model_is_not_interpreted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_model_is_not_interpreted(tmp_path: Path, output_of: Callable[..., str]) -> None:
     """Check every part of the page: names of metrics and runs, tokens, prompts, answers and reasons."""
     run = make_run(tmp_path / "a<b>run")
     write_lines(run / "metrics.jsonl", *({"step": step, HOSTILE: 1.0, "__proto__": 2.0} for step in range(4)))
@@ -186,7 +184,7 @@ def test_text_of_a_model_is_not_interpreted(tmp_path: Path, capsys: pytest.Captu
     rollouts = replace(saved.experience.scored.rollouts, raw_responses=(HOSTILE, "9<eos>"))
     experience = replace(saved.experience, scored=replace(saved.experience.scored, rollouts=rollouts))
     save_step(run / "experience", 2, replace(saved, experience=experience), text_of=lambda token: HOSTILE)
-    page_of(capsys, tmp_path / "page.html", run)
+    page_of(output_of, tmp_path / "page.html", run)
     with browser(tmp_path / "profile-of-chromium") as page:
         page.open(tmp_path / "page.html")
         assert all(marks > 0 for marks in page.charts().values())
@@ -205,11 +203,11 @@ def test_text_of_a_model_is_not_interpreted(tmp_path: Path, capsys: pytest.Captu
 
 @needs_browser
 @pytest.mark.waits
-def test_chart_can_be_hidden_while_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chart_can_be_hidden_while_drawn(tmp_path: Path, output_of: Callable[..., str]) -> None:
     """plotly reads its layout again after drawing."""
     run = make_run(tmp_path / "run")
     write_lines(run / "metrics.jsonl", *({"step": step, "reward/mean": step / 9} for step in range(40)))
-    page_of(capsys, tmp_path / "page.html", run)
+    page_of(output_of, tmp_path / "page.html", run)
     with browser(tmp_path / "profile") as page:
         page.open(tmp_path / "page.html")
         assert page.value(HIDE_WHILE_DRAWN) == "purged"
@@ -226,3 +224,80 @@ HIDE_WHILE_DRAWN = """
   return "purged";
 })()
 """
+
+
+def run_of(directory: Path, metric: str, values: Mapping[int, float]) -> str:
+    """Write a run with a metric that has these values at these steps, and no value at other steps. Return its
+    directory."""
+    directory.mkdir()
+    lines = ({"step": step, **({metric: values[step]} if step in values else {})} for step in range(max(values) + 1))
+    write_lines(directory / "metrics.jsonl", *lines)
+    return str(directory)
+
+
+def test_evaluations_are_labelled_with_their_steps(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "eval/reward_mean", {0: 0.1, 10: 0.5, 20: 0.4, 30: 0.3})
+    lines = report(run, metric="eval/reward_mean").splitlines()
+    assert lines[0] == "eval/reward_mean at 4 steps from 0 to 30"
+    assert lines[11:14] == ["       +----", "        0 30", "eval/reward_mean rose: 0.100 at step 0, 0.300 at step 30"]
+
+
+def test_metric_of_every_step_has_a_chart(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "reward/mean", {step: step / 10 for step in range(1, 8)})
+    text = report(run)
+    assert "reward/mean over 7 steps" in text and "      1     7" in text
+    assert "rose: 0.100 in the first step, 0.500 in the last 5" in text
+    late = run_of(tmp_path / "late", "reward/mean", dict.fromkeys(range(6, 9), 1.0))
+    assert "did not rise: 1.000 at step 6, 1.000 in the last 3" in report(late)
+
+
+def test_maximum_is_not_averaged(tmp_path: Path) -> None:
+    """The maximum is used for the last steps and for a column of the chart."""
+    run = run_of(tmp_path / "run", "response/length_max", {step: 9.0 if step == 97 else 1.0 for step in range(1, 101)})
+    text = report(run, metric="response/length_max")
+    assert "rose: 1.000 in the first step, 9.000 in the last 5" in text and "\n    9 |" in text
+    rest = run_of(tmp_path / "rest", "reward/min", {step: -2.0 if step == 50 else 0.0 for step in range(1, 101)})
+    assert "    -2 |" in report(rest, metric="reward/min")
+
+
+def test_single_value_has_no_chart(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "eval/reward_mean", {0: 0.25})
+    lines = report(run, metric="eval/reward_mean").splitlines()
+    assert lines[0] == "eval/reward_mean has one value: 0.250 at step 0" and lines[1].startswith("metrics: ")
+
+
+def test_runs_are_compared_at_their_last_common_step(tmp_path: Path, output_of: Callable[..., str]) -> None:
+    one = run_of(tmp_path / "one", "eval/reward_mean", {0: 0.1, 10: 0.5, 20: 0.4})
+    two = run_of(tmp_path / "two", "eval/reward_mean", {0: 0.2, 10: 0.25})
+    output = output_of("report", one, two, "--metric", "eval/reward_mean")
+    assert (
+        f"{one}:\neval/reward_mean at 3 steps from 0 to 20\n" in output and f"{two}:\neval/reward_mean at 2" in output
+    )
+    assert output.endswith(f"eval/reward_mean at step 10, the last of all: 0.500 in {one}, 0.250 in {two}\n")
+    apart = run_of(tmp_path / "apart", "eval/reward_mean", {5: 0.2})
+    assert report(one, apart, metric="eval/reward_mean").endswith("no step has eval/reward_mean in all of these runs")
+
+
+@pytest.mark.parametrize(
+    ("metric", "remedy"),
+    [("rewards/mean", "did you mean reward/mean?"), ("q", "it has reward/mean"), ("step", "it has reward/mean")],
+)
+def test_unknown_metric_is_reported(metric: str, remedy: str, tmp_path: Path, errors_of: Callable[..., str]) -> None:
+    run = run_of(tmp_path / "run", "reward/mean", {1: 0.5})
+    message = f"megappo: error: the run in {run} has no finite value of the metric '{metric}'; {remedy}\n"
+    assert errors_of("report", run, "--metric", metric) == message
+
+
+def test_line_without_an_end_is_reported(tmp_path: Path, errors_of: Callable[..., str]) -> None:
+    """Such a line could exhaust the memory."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{")
+    os.truncate(run / "metrics.jsonl", 2**40)
+    assert "has a line of more than 67108864 characters; restore the file of the run" in errors_of("report", run)
+
+
+def test_metrics_with_invalid_text_are_reported(tmp_path: Path, errors_of: Callable[..., str]) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "reward/mean": 1}\n{"step": 2, "\xff": 1}\n')
+    errors = errors_of("report", tmp_path)
+    assert "metrics.jsonl is not UTF-8 (" in errors and errors.count("\n") == 1

@@ -17,11 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megappo.cli import main
 from megappo.commands.serve import StopRequest, shared_key
 from megappo.config import ConfigError
-from megappo.engines.sglang.fleet import KEY_VARIABLE
-from megappo.engines.sglang.guard import session_pids
+from megappo.engines.sglang.servers.fleet import KEY_VARIABLE
+from megappo.engines.sglang.servers.guard import session_pids
 from tests.support import worlds
 from tests.support.models import write_model
 
@@ -73,7 +72,7 @@ class Site:
         arguments = (
             "--meet",
             f"127.0.0.1:{meeting}",
-            "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}",
+            "rollout.servers={placement: disaggregated, tensor_parallel: 2, nodes: 2}",
         )
         key = {KEY_VARIABLE: "secret"}
         parts = [
@@ -117,7 +116,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def test_dead_server_is_restarted(site: Site) -> None:
     """The server has the arguments of the servers of trainers. Its key is in no readable file."""
-    serving = site.serve("rollout.sglang.arguments={chunked-prefill-size: 64}", **{KEY_VARIABLE: "secret"})
+    serving = site.serve("rollout.servers.arguments={chunked-prefill-size: 64}", **{KEY_VARIABLE: "secret"})
     (first,) = site.await_servers(1)
     assert not site.answers("wrong")
     arguments = json.loads((site.folder / "starts" / f"{first}.json").read_text())
@@ -231,19 +230,14 @@ def test_stop_request() -> None:
     assert time.monotonic() - start < 5
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["serve", *arguments]) == 2
-    return capsys.readouterr().err
-
-
 def test_invalid_options_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors_of: Callable[..., str]
 ) -> None:
     worlds.fake_package(tmp_path, "sglang", "0.5.23")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(worlds.ROOT)
-    assert "serve needs sglang; set rollout.engine=sglang" in refused(capsys, worlds.QUICKSTART)
-    assert "tensor_parallel 3 does not divide" in refused(capsys, CONFIG, "rollout.sglang.tensor_parallel=3")
+    assert "cannot be served; set rollout.servers.kind=sglang" in errors_of("serve", worlds.QUICKSTART)
+    assert "tensor_parallel 3 does not divide" in errors_of("serve", CONFIG, "rollout.servers.tensor_parallel=3")
     for option, text, rule in (
         ("--port", "70000", "a whole number from 0 to 65535"),
         ("--port", "-1", "a whole number from 0 to 65535"),
@@ -255,37 +249,34 @@ def test_invalid_options_are_refused(
         ("--linger", "soon", "a number of seconds from 0 to 1e+06"),
         ("--part", "1", "a whole number from 0 to 0"),
     ):
-        assert f"{option} is '{text}', must be {rule}" in refused(capsys, CONFIG, f"{option}={text}")
+        assert f"{option} is '{text}', must be {rule}" in errors_of("serve", CONFIG, f"{option}={text}")
     with worlds.listening() as taken:
         port = str(taken.getsockname()[1])
-        assert f"nothing can listen on --host 127.0.0.1 --port {port}" in refused(capsys, CONFIG, "--port", port)
+        assert f"nothing can listen on --host 127.0.0.1 --port {port}" in errors_of("serve", CONFIG, "--port", port)
 
-    two = "rollout.sglang={placement: disaggregated, tensor_parallel: 2, nodes: 2}"
-    assert "rollout.sglang.nodes is 1, --meet is for more" in refused(capsys, CONFIG, "--meet", "a:1")
-    assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in refused(capsys, CONFIG, two)
-    assert "--meet is 'node7', must be HOST:PORT" in refused(capsys, CONFIG, two, "--meet", "node7")
+    two = "rollout.servers={placement: disaggregated, tensor_parallel: 2, nodes: 2}"
+    assert "rollout.servers.nodes is 1, --meet is for more" in errors_of("serve", CONFIG, "--meet", "a:1")
+    assert "nodes is 2, their parts need --part N and --meet HOST:PORT" in errors_of("serve", CONFIG, two)
+    assert "--meet is 'node7', must be HOST:PORT" in errors_of("serve", CONFIG, two, "--meet", "node7")
     monkeypatch.setattr("megappo.commands.serve.runs_on_cuda", lambda settings: True)
-    output = refused(capsys, CONFIG, "model.dtype=float32")
-    assert (
-        "model.dtype is float32, which its GPU kernels do not support; set model.dtype to bfloat16, or name" in output
-    )
+    output = errors_of("serve", CONFIG, "model.dtype=float32")
+    message = "model.dtype is float32, which its GPU kernels do not support; set model.dtype to bfloat16, or name"
+    assert message in output
 
 
 def test_gpu_model_is_refused_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors_of: Callable[..., str]
 ) -> None:
     worlds.fake_package(tmp_path, "sglang", "0.5.23")
     monkeypatch.syspath_prepend(tmp_path)
     folder = write_model(tmp_path / "m", "gemma2", 1)
-    output = refused(capsys, str(worlds.ROOT / CONFIG), f"model.path={folder}", "runtime.device=cpu")
-    assert (
-        "SGLang cannot serve this model: SGLang's gemma2 needs a GPU, and the run is on a CPU; name another" in output
-    )
+    output = errors_of("serve", str(worlds.ROOT / CONFIG), f"model.path={folder}", "runtime.device=cpu")
+    message = "SGLang cannot serve this model: SGLang's gemma2 needs a GPU, and the run is on a CPU; name another"
+    assert message in output
 
 
-def test_number_of_ranks_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_ranks_of_a_server(output_of: Callable[..., str]) -> None:
     """The command prints the number of machines, and of devices per machine."""
     for nodes in (1, 2):
-        arguments = ["rollout.sglang.tensor_parallel=4", f"rollout.sglang.nodes={nodes}"]
-        assert main(["serve", str(worlds.ROOT / CONFIG), "--ranks", *arguments]) == 0
-        assert capsys.readouterr().out == f"{nodes} {4 // nodes}\n"
+        arguments = ["rollout.servers.tensor_parallel=4", f"rollout.servers.nodes={nodes}"]
+        assert output_of("serve", str(worlds.ROOT / CONFIG), "--ranks", *arguments) == f"{nodes} {4 // nodes}\n"

@@ -1,4 +1,4 @@
-"""Defaults of settings, and explicit settings that do not change."""
+"""Defaults of settings, explicit settings that do not change, and the logged metrics that a setting names."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from megappo.config import Config, ConfigError, derive_run, load_config
-from megappo.config.algorithm import AlgorithmSettings
 from megappo.config.derive import describe
-from megappo.config.environment import ToolSettings
+from megappo.config.rules.metrics import keep_best_rules, logged_metrics
 from megappo.config.schema import RewardSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
+from megappo.config.sections.environment import ToolSettings
 from megappo.observe.metrics import read_metrics
+from megappo.plan.hardware.machines import MACHINES
 from megappo.plan.inputs import make_setup
-from megappo.plan.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
-from megappo.rewards.workers import worker_count
+from megappo.rewards.processes.workers import worker_count
 from tests.support.configurations import write_short
-from tests.support.harness import start
-from tests.support.places import TINY
+from tests.support.harness import succeed
+from tests.support.places import BASE, TINY
 
 
 @pytest.fixture
@@ -71,16 +72,13 @@ def test_explicit_settings_do_not_change(short: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "overrides", "shards_sequences", "shards_state"),
     [
-        (1, [], False, False),
-        (2, [], False, True),
-        (2, ["layout.tensor_parallel=2"], True, False),
-        (4, ["layout.tensor_parallel=2"], True, True),
-        (2, ["layout.context_parallel=2"], False, True),
+        (1, [], False, False), (2, [], False, True), (2, ["layout.tensor_parallel=2"], True, False),
+        (4, ["layout.tensor_parallel=2"], True, True), (2, ["layout.context_parallel=2"], False, True),
         (2, ["layout.pipeline_parallel=2"], False, False),
         (4, ["layout={tensor_parallel: 2, sequence_parallel: false}", "optimizer.distributed=false"], False, False),
         (1, ["optimizer.distributed=true"], False, True),
     ],
-)
+)  # fmt: skip
 def test_ranks_with_the_same_state_shard_it(
     short: Path, ranks: int, overrides: list[str], shards_sequences: bool, shards_state: bool
 ) -> None:
@@ -135,27 +133,107 @@ def test_short_file_trains(short: Path) -> None:
     """The tokenizer of the tiny model has no chat template, and the model has a short context."""
     write_short(short.parent, f"{TINY}, init: random")
     overrides = ["data.apply_chat_template=false", "data.max_prompt_tokens=8", "rollout.max_response_tokens=3"]
-    done = start("megappo", "train", short, f"run.directory={short.parent / 'run'}", *overrides, processes=1)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    succeed("megappo", "train", short, f"run.directory={short.parent / 'run'}", *overrides, processes=1)
     lines = read_metrics(short.parent / "run" / "metrics.jsonl")[-2:]
     assert [(line["step"], line["actor/updates"], line["critic/updates"]) for line in lines] == [(1, 4, 4), (2, 4, 4)]
 
 
 @pytest.mark.parametrize(
-    ("loss", "band", "edges"),
+    ("loss", "band", "settings"),
     [
-        ("cispo", None, (1.0, 4.0)),
-        ("cispo", {"low": 0.25}, (0.25, 4.0)),
-        ("cispo", {"high": 2.5}, (1.0, 2.5)),
-        ("gspo", {"low": 0.25, "high": 2.5}, (0.25, 2.5)),
-        ("clip", None, None),
+        ("cispo", None, {"band.low": 1.0, "band.high": 4.0}),
+        ("cispo", {"low": 0.25}, {"band.low": 0.25, "band.high": 4.0}),
+        ("cispo", {"high": 2.5}, {"band.low": 1.0, "band.high": 2.5}),
+        ("gspo", {"low": 0.25, "high": 2.5}, {"band.low": 0.25, "band.high": 2.5}),
+        ("clip", None, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("sapo", None, {}),
+        ("file.py:loss", None, {}),
     ],
-)
+)  # fmt: skip
 def test_missing_edge_of_the_band_is_the_loss_default(
-    loss: str, band: dict[str, float] | None, edges: tuple[float, float] | None
+    loss: str, band: dict[str, float] | None, settings: dict[str, float]
 ) -> None:
-    assert AlgorithmSettings.model_validate({"policy_loss": loss, "band": band}).band_edges == edges
+    assert AlgorithmSettings.model_validate({"policy_loss": loss, "band": band}).loss_settings == settings
 
 
 def test_model_programs_are_confined_by_default() -> None:
     assert ToolSettings().confined and ToolSettings(workers=1).confined and not ToolSettings(confined=False).confined
+
+
+GRPO = ("critic=null", "algorithm.estimator=grpo")
+SETS = (
+    "data.validation=null",
+    "data.validation_sets={math: {source: m.jsonl, samples: 4, temperature: 1.0, pass_at: [2]}}",
+)
+TOOLS = ("rollout.environment={name: tools}",)
+TWO = ("reward.functions={right: {function: exact}, short: {function: exact}}", "reward.function=null")
+MIXED = ("data.train=null", "data.mixture={sums: {source: a.jsonl}, talk: {source: b.jsonl}}")
+BYPASS = ("algorithm.old_logprob=bypass",)
+LOADED = ("rollout.load_from=nowhere", "evaluation=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric", "logs"),
+    [
+        ((), "reward/mean", True), ((), "-kl/mean", True), ((), "memory/rollout/peak_gigabytes", True),
+        ((), "memory/NAME/peak_gigabytes", False), ((), "eval/reward_mean", True), (SETS, "eval/reward_mean", False),
+        (SETS, "eval/math/reward_mean", True), (SETS, "eval/math/pass@2", True), (SETS, "eval/math/pass@4", False),
+        (SETS, "eval/NAME/pass@K", False), ((), "episode/turns", False), ((), "turn/reward", False),
+        (TOOLS, "episode/turns", True), (TOOLS, "episode/begun_anew", False), (TOOLS, "tool/python/calls", True),
+        ((), "tool/python/calls", False), (GRPO, "critic/loss", False), (GRPO, "critic/experts_unused", False),
+        (GRPO, "reward/group_spread", True), ((), "reward/group_spread", False), ((), "reward/NAME", False),
+        ((), "reward/right", False), (TWO, "reward/right", True), (TWO, "reward/right/seconds", False),
+        ((), "reward/clipped", False), (("reward.clip=[0, 1]",), "reward/clipped", True),
+        (("reward.clip=[0, 1]",), "reward/given", True), (("reward.clip=[0, 1]",), "reward/running_mean", False),
+        (MIXED, "source/sums/reward_mean", True), (MIXED, "source/sums/right", False),
+        (MIXED, "source/others/reward_mean", False), ((), "group/spread", False),
+        (("rollout.dynamic_sampling={}",), "group/spread", True), ((), "actor/penalty_coef", False),
+        (("algorithm.policy_loss=penalty",), "actor/final_kl", True), ((), "rollout/partial", False),
+        (("rollout.ahead=2",), "rollout/partial", True), ((), "correction/weight_mean", False),
+        (("algorithm.old_logprob=corrected",), "correction/weight_mean", True),
+        (("rollout.engine=transformers",), "sync/gather_seconds", False),
+        (("rollout.servers.kind=sglang",), "sync/gather_seconds", True),
+        (("rollout.servers.kind=sglang",), "sync/probe_gap", True),
+        (("rollout.servers.kind=sglang", "rollout.servers.verify=false"), "sync/probe_gap", False),
+        (("rollout.engine=transformers",), "rollout/cache_hit_rate", False),
+        (("rollout.engine=transformers",), "engine/restarts", False),
+        (("reference=null", "algorithm.kl_in_reward=null"), "kl/mean", False), (LOADED, "reward/failures", True),
+        (LOADED, "eval/reward_mean", False), (LOADED, "sync/gigabytes_per_second", False),
+        ((), "curriculum/resting", False), ((), "time/export", False), ((), "actor/experts_unused", False),
+        ((), "nothing", False),
+    ],
+)  # fmt: skip
+def test_metric_is_logged_with_the_settings(overrides: tuple[str, ...], metric: str, logs: bool) -> None:
+    config = load_config(BASE, [*overrides, f"checkpoint.keep_best={metric}"])
+    problems = list(keep_best_rules(config, None, {"actor": 0, "critic": 0}))
+    assert (problems == []) == logs, problems
+    if not logs:
+        assert f"checkpoint.keep_best is '{metric}'" in problems[0]
+        named = problems[0].rpartition("the nearest are ")[2].replace("'", "").split(", ")
+        assert len(named) == 3 and set(named) <= set(logged_metrics(config, {"actor": 0, "critic": 0}))
+
+
+def test_error_names_the_required_setting() -> None:
+    config = load_config(BASE, ["checkpoint.keep_best=episode/turns"])
+    (problem,) = keep_best_rules(config, None)
+    assert "is logged only with rollout.environment; change the settings, or choose a different metric; the" in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric", "logs"),
+    [
+        ((*BYPASS, "algorithm.mismatch_every_steps=4", "checkpoint.every_steps=2"), "mismatch/mean", False),
+        ((*BYPASS, "algorithm.mismatch_every_steps=4", "checkpoint.every_steps=5"), "mismatch/mean", True),
+        (("critic.warmup_steps=10",), "actor/loss", False),
+        (("critic.warmup_steps=9",), "actor/loss", True),
+        (("checkpoint.every_steps=3",), "time/checkpoint", True),  # step 10 also has a checkpoint
+        (("checkpoint.every_steps=4",), "time/checkpoint", False),
+        (("checkpoint.huggingface_every_steps=9",), "time/export", True),
+        (("checkpoint.huggingface_every_steps=4",), "time/export", False),
+    ],
+)
+def test_steps_with_checkpoints_log_the_metric(overrides: tuple[str, ...], metric: str, logs: bool) -> None:
+    config = load_config(BASE, ["checkpoint.every_steps=10", *overrides, f"checkpoint.keep_best={metric}"])
+    problems = list(keep_best_rules(config, 10))
+    assert (problems == []) == logs
+    assert logs or "which no step with a checkpoint logs (run.steps 10, checkpoint.every_steps" in problems[0]

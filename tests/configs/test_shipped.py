@@ -1,4 +1,4 @@
-"""Shipped configurations: the comment at the start of each file is correct."""
+"""Shipped configurations: comments, planned throughput, spare memory, and no much faster layout in the search."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from megappo.config import Config, load_config
 from megappo.data.prepare import SETS
 from megappo.families.served import Served
 from megappo.plan.engines import other_engine
-from megappo.plan.machine_file import find_machine
-from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.planner import Plan, fewest_ranks, local_models_folder, make_plan, planning, read_models
+from megappo.plan.search import best_layouts
 from tests.support.configurations import CONFIGURATIONS, head_command, head_commands, trainer_ranks
 from tests.support.places import ROOT
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+from tests.support.quick import cases
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda p: p.stem)
@@ -55,11 +52,11 @@ def test_start_command_uses_the_planned_ranks(path: Path) -> None:
     config = load_config(path)
     if start[0] == "sbatch":
         ranks, *of_servers = (size_of(component) for component in components(start))
-        servers = config.rollout.servers
-        elsewhere = config.rollout.engine == "sglang" and servers.placement == "disaggregated"
+        servers = config.rollout.server_settings
+        elsewhere = config.rollout.broadcasts
         script = "launch/slurm/ppo_disaggregated.sbatch" if elsewhere else "launch/slurm/ppo.sbatch"
         assert start[start.index(script) + 1] == f"configs/{path.name}"
-        assert of_servers == ([(servers.engines or 1) * servers.tensor_parallel] if elsewhere else [])
+        assert of_servers == ([(servers.count or 1) * servers.tensor_parallel] if elsewhere else [])
     else:
         ranks = int(start[1])
         assert start[2] == "train"
@@ -106,10 +103,10 @@ def test_sglang_is_the_faster_engine_on_gpus(path: Path) -> None:
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, find_machine(command[-3]), int(command[-1]))
     if models.actor.declaration.unserved(models.actor, Served(on_cuda=True, tokens=1)):
-        assert config.rollout.engine == "transformers" and other.engine == "sglang"
+        assert config.rollout.engine_name == "transformers" and other.engine == "sglang"
         assert "SGLang is not possible: " in other.sentence
         return
-    assert config.rollout.engine == "sglang" and other.engine == "transformers"
+    assert config.rollout.engine_name == "sglang" and other.engine == "transformers"
     assert other.rollout_seconds is None or other.rollout_seconds > 2 * plan.stages[0].seconds
 
 
@@ -131,3 +128,33 @@ def test_batch_script_has_the_longest_lead_time(script: str) -> None:
     assert re.findall(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE) == [str(max(leads))]
     guide, lead = (ROOT / "launch/README.md").read_text(), max(leads)
     assert f"`USR1@{lead}`" in guide and f" {lead // 60} " in guide
+
+
+PLANNED = re.compile(r"# Planned on (\d+) x (\w+): ([\d.]+) samples/s \(([\d.]+) with ")
+_MATCHES = {path.stem: PLANNED.search(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))}
+HEADS = {name: match for name, match in _MATCHES.items() if match is not None}
+SOME = ("qwen3_8b_8gpu_math", "qwen3_30b_a3b_4node_math")
+
+
+def path_of(name: str) -> Path:
+    return ROOT / "configs" / f"{name}.yaml"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_planned_throughput_is_current(name: str) -> None:
+    """No rank uses more than 90% of the memory of its device in any stage."""
+    gpus, machine, rate, before = HEADS[name].groups()
+    config = load_config(path_of(name))
+    planned = planning(config, machine, int(gpus), local_models_folder(path_of(name)))
+    assert config.rollout.batch_sequences / planned.plan.step_seconds == pytest.approx(float(rate), rel=0.005)
+    assert float(before) < float(rate)
+    assert planned.plan.fits and planned.plan.fullest.peak < 0.9 * planned.machine.memory_bytes
+
+
+@pytest.mark.parametrize("name", cases(HEADS, quick=SOME[:1], exhaustive=set(HEADS) - set(SOME)))
+def test_search_finds_no_much_faster_layout(name: str) -> None:
+    gpus, machine, _, _ = HEADS[name].groups()
+    config = load_config(path_of(name))
+    planned = planning(config, machine, int(gpus), local_models_folder(path_of(name)))
+    fastest = best_layouts(config, planned.models, planned.machine, int(gpus), count=1)[0]
+    assert 0.95 * planned.plan.step_seconds < fastest.step_seconds <= planned.plan.step_seconds * (1 + 1e-9)

@@ -13,13 +13,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megappo.config import Config, load_config
 from megappo.config.derive import derive_run
 from megappo.families.flops import sample_cost
-from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.optimizer.optimization import RoleOptimizer
 from megappo.megatron.packing import plan_microbatches
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
+from megappo.plan.bytes.memory import role_memory
 from megappo.plan.inputs import RoleSetup, Setup, make_setup
-from megappo.plan.memory import role_memory
 from megappo.plan.planner import read_models
-from megappo.ppo.models import ModelBuilder
+from megappo.ppo.assembly.models import ModelBuilder
 from tests.support.configurations import CONFIGURATIONS, trainer_ranks
 from tests.support.fake_world import without_memory
 from tests.support.places import ROOT
@@ -45,7 +45,7 @@ def settings(path: Path, *more: str) -> Config:
     ]
     overrides += [f"{role}.offload=false" for role in raw.trained]
     overrides += (
-        ["model.dtype=bfloat16"] if raw.rollout.engine == "sglang" else []
+        ["model.dtype=bfloat16"] if raw.rollout.servers is not None else []
     )  # SGLang does not support float32 on GPUs
     return load_config(path, [*overrides, "model.init=random", "run.epochs=null", "run.steps=100", *more])
 
@@ -180,11 +180,8 @@ def test_thousands_of_samples_are_planned_quickly() -> None:
     draw = random.Random(1)
     plan = plan_microbatches(
         {i: draw.randint(200, role.microbatch_budget_tokens) for i in range(SAMPLES)},
-        cost=sample_cost(role.arch, is_critic=False),
-        replicas=role.grid.dp,
-        budget_tokens=role.microbatch_budget_tokens,
-        multiple_of=role.grid.pp,
-        in_step=role.grid.replicas_in_step,
-    )
+        cost=sample_cost(role.arch, is_critic=False), replicas=role.grid.dp,
+        budget_tokens=role.microbatch_budget_tokens, multiple_of=role.grid.pp, in_step=role.grid.replicas_in_step,
+    )  # fmt: skip
     assert len(plan.replica_of()) == SAMPLES
     assert time.process_time() - start < PLAN_SECONDS

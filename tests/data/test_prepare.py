@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from huggingface_hub import constants
 from pyarrow import parquet
 
 from megappo.cli import main
-from megappo.config.data import DataSourceSettings
-from megappo.config.reward import RewardSettings
+from megappo.config.sections.data import DataSourceSettings
+from megappo.config.sections.reward import RewardSettings
 from megappo.data.prepare import SETS, TEST_PUZZLES, boxed
 from megappo.data.sources import Record, read_records
 from megappo.rewards.registry import check_prompts
@@ -34,12 +35,9 @@ MATH = [
 
 def verl(text: str, answer: str, index: str) -> dict[str, Any]:
     return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": text}],
-        "ability": "MATH",
-        "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": answer},
-        "extra_info": {"index": index},
-    }
+        "data_source": "math_dapo", "prompt": [{"role": "user", "content": text}], "ability": "MATH",
+        "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": answer}, "extra_info": {"index": index},
+    }  # fmt: skip
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -55,15 +53,15 @@ def read(path: Path) -> list[Record]:
     return read_records(DataSourceSettings(source=str(path)))
 
 
-def test_gsm8k_from_a_hub_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gsm8k_from_a_hub_folder(tmp_path: Path, output_of: Callable[..., str]) -> None:
     """The folder also has the other configuration of the repository."""
     for part in range(2):
         write(tmp_path / f"hub/main/train-0000{part}-of-00002.parquet", [GSM8K[part]])
     write(tmp_path / "hub/main/test-00000-of-00001.parquet", GSM8K[:1])
     write(tmp_path / "hub/socratic/train-00000-of-00001.parquet", GSM8K)
     out = tmp_path / "out"
-    assert main(["data", "prepare", "gsm8k", str(out), "--from", str(tmp_path / "hub")]) == 0
-    assert capsys.readouterr().out == f"{out}/train.parquet: 2 prompts\n{out}/test.parquet: 1 prompt\n"
+    printed = output_of("data", "prepare", "gsm8k", out, "--from", tmp_path / "hub")
+    assert printed == f"{out}/train.parquet: 2 prompts\n{out}/test.parquet: 1 prompt\n"
     first, second = read(out / "train.parquet")
     assert [first.answer, second.answer] == ["7", "12500"]
     assert first.prompt == [
@@ -107,15 +105,11 @@ def test_math_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [
-        (r"\boxed{5}", "5"),
-        (r"\boxed {5 } and text", "5"),
-        (r"\fbox{7}", "7"),
-        (r"\boxed{\left\{1,2\right\}}", r"\left\{1,2\right\}"),
-        (r"\boxed{\text{a {b} c}} \boxed{x_{1}}", "x_{1}"),
-        (r"\boxed{open", None),
-        ("none", None),
+        (r"\boxed{5}", "5"), (r"\boxed {5 } and text", "5"), (r"\fbox{7}", "7"),
+        (r"\boxed{\left\{1,2\right\}}", r"\left\{1,2\right\}"), (r"\boxed{\text{a {b} c}} \boxed{x_{1}}", "x_{1}"),
+        (r"\boxed{open", None), ("none", None),
     ],
-)
+)  # fmt: skip
 def test_answer_is_in_the_last_box(solution: str, answer: str | None) -> None:
     assert boxed(solution) == answer
 
@@ -167,13 +161,12 @@ def test_countdown_is_generated_from_a_seed(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_files_are_rejected(
-    tmp_path: Path, name: str, files: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, files: dict[str, Any], message: str, errors_of: Callable[..., str]
 ) -> None:
     (tmp_path / "hub").mkdir()
     written = [write(tmp_path / "hub" / file, rows) for file, rows in files.items()]
     source = written[0] if message.startswith("line") else tmp_path / "hub"
-    assert main(["data", "prepare", name, str(tmp_path / "out"), "--from", str(source)]) == 2
-    error = capsys.readouterr().err
+    error = errors_of("data", "prepare", name, tmp_path / "out", "--from", source)
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.glob("out/*.partial"))
 
@@ -189,34 +182,34 @@ def test_unsupported_files_are_rejected(
     ],
 )
 def test_invalid_arguments_are_rejected(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, errors_of: Callable[..., str]
 ) -> None:
     name, *options = arguments
-    assert main(["data", "prepare", name, str(tmp_path / "out"), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in errors_of("data", "prepare", name, tmp_path / "out", *options)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the empty cache of a Hub that cannot be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_missing_network_error_includes_the_remedy(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, cache: Path, tmp_path: Path, errors_of: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert main(["data", "prepare", name, str(tmp_path / "out")]) == 2
     repository = SETS[name][0].repository
-    assert capsys.readouterr().err == (
+    assert errors_of("data", "prepare", name, tmp_path / "out") == (
         f"megappo: error: the data set '{repository}' could not be fetched from the hub (HF_HUB_OFFLINE is set); on a "
         f"machine with a network, run `hf download --repo-type dataset {repository} --local-dir FOLDER`, and use "
         "--from FOLDER\n"
     )
 
 
-def test_cached_hub_files_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    cached = tmp_path / "cache/datasets--openai--gsm8k"
+def test_cached_hub_files_are_read(cache: Path, tmp_path: Path) -> None:
+    cached = cache / "datasets--openai--gsm8k"
     for name in ("train", "test"):
         write(cached / f"snapshots/abc/main/{name}-00000-of-00001.parquet", GSM8K)
     (cached / "refs").mkdir()

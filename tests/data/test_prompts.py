@@ -1,21 +1,25 @@
-"""Tokenisation of prompts: templates, limits and fingerprints."""
+"""Tokenisation of prompts: templates, tool calls, limits and fingerprints."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megappo.config.data import DataSettings, DataSourceSettings
+from megappo.config.sections.data import DataSettings, DataSourceSettings
 from megappo.data import PromptDataset, prompts
+from megappo.data.sources import Record, read_records
 from megappo.data.unknown import unknown_token_warning
-from megappo.environments.agent import task_of
+from megappo.environments.gateway.agent import task_of
 from megappo.types import CHAT_MESSAGES
 from tests.support import data as helpers_data
 from tests.support.data import ALPHABET, character_tokenizer
@@ -94,14 +98,10 @@ def test_overlong_prompts(tmp_path: Path) -> None:
     [
         [{"role": "user", "content": "0123456789abcdefgh"}],
         [{"role": "system", "content": "x"}, {"role": "user", "content": "0123456789abcdefgh"}],
-        [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": ""},
-            {"role": "user", "content": "0123456789"},
-            {"role": "assistant", "content": "y"},
-        ],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""},
+         {"role": "user", "content": "0123456789"}, {"role": "assistant", "content": "y"}],
     ],
-)
+)  # fmt: skip
 def test_truncated_chat_is_a_valid_chat(tmp_path: Path, chat: list[dict[str, str]], limit: int) -> None:
     """Only the necessary part of the last user message is removed from the start."""
     template = TEMPLATE.replace("{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "")
@@ -236,25 +236,19 @@ def test_fingerprint_depends_on_prompts_and_answers(tmp_path: Path) -> None:
         ("abc", {"template": None}, "has no chat template; name a file with one in data.chat_template, or set"),
         ("abc", {"max_prompt_tokens": 2}, "all 1 prompts of .* are longer"),
         ([{"role": "user", "content": "a"}], {"apply_chat_template": False}, "prompt 0 of .* is a list of chat"),
-        (
-            [{"role": "user", "content": "a"}],
-            {"apply_chat_template": False, "template": None},
-            "set data.apply_chat_template: true and data.chat_template to a file, because none exists",
-        ),
+        ([{"role": "user", "content": "a"}], {"apply_chat_template": False, "template": None},
+         "set data.apply_chat_template: true and data.chat_template to a file, because none exists"),
         ("a", {"apply_chat_template": False, "system_prompt": "s"}, "data.system_prompt is set, but"),
         ([{"role": "tool", "content": "a"}], {}, "the chat template refuses prompt 0 .*no tools here"),
         ("a", {"template": "{{ 1 + 'a' }}"}, r"the chat template refuses prompt 0 .*\(TypeError: unsupported operand"),
         ("a", {"template": "{{ messages[0]['content'].index('b') }}"}, r"refuses prompt 0 .*\(ValueError: substring"),
         ("a", {"template": "{{ 1 // 0 }}"}, r"refuses prompt 0 .*\(ZeroDivisionError: "),
-        (
-            "a",
-            {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
-            r"refuses prompt 0 .*\(RecursionError: ",
-        ),
+        ("a", {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
+         r"refuses prompt 0 .*\(RecursionError: "),
         ("a", {"template": "{{ '\\ud800' }}"}, "prompt 0 of .*: the rendered chat contains half a surrogate pair"),
         ("ÄÖÜ", {"apply_chat_template": False}, "prompt 0 of .* has no token"),
     ],
-)
+)  # fmt: skip
 def test_unusable_prompts(tmp_path: Path, prompt: Any, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         dataset(tmp_path, [{"prompt": prompt}], **settings)
@@ -287,3 +281,86 @@ def test_unknown_tokens_are_counted(tmp_path: Path, alphabet: str, named: dict[s
     loaded = PromptDataset(source, settings, tokenizer)
     warning = unknown_token_warning(loaded, tokenizer)
     assert re.search(pattern.replace("DATA", re.escape(str(path))), warning) if pattern else warning == ""
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"city": "Rome"}, {"a": 1, "deep": {"x": [1, 2]}}, {"items": [{"k": 1}, {"l": [{"m": 2}]}]}, {},
+]  # fmt: skip
+"""Arguments of calls. All arguments have different fields."""
+
+
+def read(source: str | Path) -> list[Record]:
+    return read_records(DataSourceSettings(source=str(source)))
+
+
+def jsonl(folder: Path, *records: Any) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def row_of(arguments: Any, content: str | None) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    user, result = {"role": "user", "content": "look"}, {"role": "tool", "content": "12", "name": "look"}
+    return {"prompt": [user, {"role": "assistant", "content": content, "tool_calls": [call]}, result], "answer": "1"}
+
+
+@pytest.mark.parametrize("kind", ["lines", "table", "verl", "datasets", "function"])
+def test_text_arguments_equal_object_arguments(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates would quote text again. In the protocol of OpenAI such a message has no content."""
+    expected = [record.prompt for record in read(jsonl(tmp_path, *(row_of(arguments, "") for arguments in ARGUMENTS)))]
+    texts = [row_of(json.dumps(arguments), None) for arguments in ARGUMENTS]
+    table = pyarrow.Table.from_pylist(texts)
+    source: Any = tmp_path / f"{kind}.parquet"
+    match kind:
+        case "lines":
+            source = jsonl(tmp_path, *texts)
+        case "table":
+            parquet.write_table(table, source)
+        case "verl":
+            rows = [
+                {"data_source": "d", "prompt": row["prompt"], "reward_model": {"ground_truth": "1"}} for row in texts
+            ]
+            parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+        case "datasets":
+            library = pytest.importorskip("datasets")
+            library.Dataset(table).save_to_disk(tmp_path / "saved")
+            source = f"datasets:{tmp_path}/saved"
+        case "function":
+            monkeypatch.setattr(helpers_data, "CHATS", texts, raising=False)
+            source = "tests.support.data:chats"
+    assert [record.prompt for record in read(source)] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [({"function": {"name": "f", "arguments": '{"b": [1, null], "a": "\\u00e9"}'}}, {"b": [1, None], "a": "é"}),
+     ({"name": "f", "arguments": '{"x": 1}'}, {"x": 1}), ({"function": {"name": "f", "arguments": ""}}, {}),
+     ({"function": {"name": "f"}}, None)],
+)  # fmt: skip
+def test_arguments_of_calls_are_read(tmp_path: Path, call: dict[str, Any], arguments: Any) -> None:
+    message = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    [record] = read(jsonl(tmp_path, {"prompt": [message, {"role": "tool", "content": "r"}]}))
+    [call_read] = cast(Any, record.prompt[0])["tool_calls"]
+    assert call_read.get("function", call_read).get("arguments") == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [('{"city": ', r"line 1: a chat message calls a tool with arguments that are no JSON \(Expecting value"),
+     ("[1]", r"a tool with the arguments \[1\], must be an object; fix it"),
+     ([1], r"a tool with the arguments \[1\], must be an object; fix it"),
+     ('"Rome"', r"a tool with the arguments 'Rome', must be an object; fix it"),
+     ("[" * 100_000, "arguments that are no JSON"), ('{"a": "\\ud83d"}', "")],
+)  # fmt: skip
+def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: Any, sentence: str) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    path = jsonl(tmp_path, {"prompt": [message, {"role": "tool", "content": "r"}]})
+    with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        read(path)
+
+
+def test_invalid_calls_are_rejected(tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": ["look"]}
+    with pytest.raises(ValueError, match="the tool call 'look' must be an object; fix it"):
+        read(jsonl(tmp_path, {"prompt": [message, {"role": "tool", "content": "r"}]}))

@@ -1,10 +1,11 @@
-"""Checks of the doctor that run on an ordinary machine."""
+"""Checks of the doctor that run on an ordinary machine, and the doctor on several ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from megappo.doctor.findings import Finding, any_broken, as_text, broken, fine, 
 from megappo.doctor.network import GroupKind, Measured, group_kinds, judge
 from megappo.doctor.software import REQUIRED, SGLANG, logger_findings, satisfies
 from megappo.errors import RunError
+from tests.support.harness import launch
 from tests.support.places import BASE, ROOT
 
 
@@ -32,16 +34,11 @@ def test_requirements_equal_those_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("version", "bounds", "is_satisfied"),
     [
-        ("2.13.0+cpu", ">=2.11", True),
-        ("2.9.1", ">=2.11", False),
-        ("0.20", ">=0.16,<0.20", False),
-        ("0.19.2rc1", ">=0.16,<0.20", True),
-        ("0.5.23", "==0.5.23", True),
-        ("0.5.23.1", "==0.5.23", False),
-        ("5", ">=5,<6", True),
-        ("anything", "", True),
+        ("2.13.0+cpu", ">=2.11", True), ("2.9.1", ">=2.11", False), ("0.20", ">=0.16,<0.20", False),
+        ("0.19.2rc1", ">=0.16,<0.20", True), ("0.5.23", "==0.5.23", True), ("0.5.23.1", "==0.5.23", False),
+        ("5", ">=5,<6", True), ("anything", "", True),
     ],
-)
+)  # fmt: skip
 def test_versions(version: str, bounds: str, is_satisfied: bool) -> None:
     assert satisfies(version, bounds) is is_satisfied
 
@@ -150,3 +147,24 @@ def test_slow_group_is_named() -> None:
     assert finding.text.endswith("20.00 GB/s, 90 us in the slowest (ranks 8-15), 300.00 GB/s in the median")
     everywhere = dict.fromkeys(kind.groups, Measured(1e-3, 1e9))
     assert "below 10 GB/s" in judge(kind, everywhere, "cuda").text
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+def test_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group of the settings is measured, and a wrong clock is reported."""
+    monkeypatch.chdir(ROOT)
+    layouts = ("critic.layout={pipeline_parallel: 2, tensor_parallel: 2}", "runtime.threads_per_rank=1")
+    output = launch("doctor_worker.py", 4, "configs/quickstart.yaml", *layouts, "--json")
+    report = json.loads(re.search(r"^\{.*^\}", output, re.DOTALL | re.MULTILINE)[0])  # type: ignore[index]
+    assert report["broken"] is False
+    assert len(report["machines"]) == 1
+    findings = {f["check"]: f for f in report["findings"]}
+    assert findings["rendezvous"]["words"].startswith("4 ranks met on ")
+    assert findings["clock"]["state"] == "slow"
+    assert re.match(r"clocks differ by (29\.9|30\.\d) seconds", findings["clock"]["words"])
+    groups = [f["words"] for f in report["findings"] if f["check"] == "group"]
+    measured = r"\(\d groups?\): \d+\.\d\d GB/s, \d+ us"
+    names = ["world", "actor TP 2, critic TP 2", "actor DP 2", "critic PP 2"]
+    assert [re.sub(measured, "", group).split(" (")[0].strip() for group in groups] == names, groups
+    assert all(re.search(measured, group) for group in groups)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megappo.engines.sglang.client import Endpoint, ServerFailure
-from megappo.engines.sglang.transport import BroadcastTransport
-from megappo.runtime.store import free_port
+from megappo.engines.sglang.weights.transport import BroadcastTransport
+from megappo.network.store import free_port
 
 pytestmark = pytest.mark.waits
 

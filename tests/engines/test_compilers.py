@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megappo.doctor.engines import compiler_finding
-from megappo.engines.sglang import compilers
+from megappo.engines.sglang.servers import compilers
 
 KERNEL = """
 #include <cuda_runtime.h>

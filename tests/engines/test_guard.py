@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megappo.config.engine import SGLangSettings
+from megappo.config.sections.engine import ServerSettings
 
 if importlib.util.find_spec("aiohttp") is None:
     pytest.skip("needs the full environment", allow_module_level=True)
 
-from megappo.engines.sglang import guard as guard_module
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.guard import ServerProcesses, session_pids
-from megappo.engines.sglang.server import Server
+from megappo.engines.sglang.servers import guard as guard_module
+from megappo.engines.sglang.servers.guard import ServerProcesses, session_pids
+from megappo.engines.sglang.servers.server import Server
 
 pytestmark = pytest.mark.waits
 
@@ -104,7 +104,7 @@ def test_slow_server_start_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
     guard, session = guarded(tmp_path, "sleep 1000")
     (tmp_path / "log").write_text("import\nloading weights: 12 of 48 files\n\n")
     now = time.monotonic()
-    settings, scratch = SGLangSettings(start_timeout_seconds=900), tmp_path / "scratch"
+    settings, scratch = ServerSettings(start_timeout_seconds=900), tmp_path / "scratch"
     made = Server(
         Endpoint(3, "http://127.0.0.1:9", "", 0), guard, session, scratch, tmp_path / "log", now + 900, settings
     )
@@ -112,8 +112,8 @@ def test_slow_server_start_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
     made.started_at = now - 65
     assert not made.is_ready() and not made.is_ready()
     assert capsys.readouterr().err == (
-        f"megappo: {made.endpoint.name} has been starting for 1 min 5 s (rollout.sglang.start_timeout_seconds is 900); "
-        "its log ends with: loading weights: 12 of 48 files\n"
+        f"megappo: {made.endpoint.name} has been starting for 1 min 5 s "
+        "(rollout.servers.start_timeout_seconds is 900); its log ends with: loading weights: 12 of 48 files\n"
     )
     made.started_at = now - 91
     assert not made.is_ready() and "1 min 31 s" in capsys.readouterr().err
@@ -134,7 +134,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     )
     made = Server(
         Endpoint(0, "http://127.0.0.1:9", "", 0), guard, session, tmp_path / "scratch", tmp_path / "log", 0.0,
-        SGLangSettings(),
+        ServerSettings(),
     )  # fmt: skip
     deadline = time.monotonic() + 20
     while len(sleeping()) < 5:
@@ -195,7 +195,7 @@ def test_both_guard_processes_killed_end_the_server(server: Server) -> None:
 @pytest.mark.parametrize("killed", ["nobody", "witness", "both"])
 def test_stopped_server_leaves_no_processes(server: Server, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     """`stop` ends all processes itself, before the kernel or the keeper would. A replacement then has free memory."""
-    monkeypatch.setattr("megappo.engines.sglang.server.STOP_SECONDS", 5.0)
+    monkeypatch.setattr("megappo.engines.sglang.servers.server.STOP_SECONDS", 5.0)
     if killed == "both":
         os.kill(other := keeper(server.guard), signal.SIGSTOP)
         os.kill(server.guard.pid, signal.SIGKILL)

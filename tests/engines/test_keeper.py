@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megappo.engines.sglang.client import ServerFailure
-from megappo.engines.sglang.keeper import keep_running
+from megappo.engines.sglang.servers.keeper import keep_running
 from megappo.errors import RunError
 
 

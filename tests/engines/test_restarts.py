@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megappo.config.engine import SGLangSettings
-from megappo.engines.sglang import fleet
-from megappo.engines.sglang.guard import session_pids
-from megappo.engines.sglang.spec import ServerSpec
-from megappo.plan.cache import PlannedCache
+from megappo.config.sections.engine import ServerSettings
+from megappo.engines.sglang.servers import fleet
+from megappo.engines.sglang.servers.guard import session_pids
+from megappo.engines.sglang.servers.spec import ServerSpec
+from megappo.plan.bytes.cache import PlannedCache
 from megappo.runtime.process import Runtime
 from megappo.runtime.waiting import wait_until
 from tests.support import worlds
@@ -60,7 +60,7 @@ def servers(folder: Path, monkeypatch: pytest.MonkeyPatch, fates: str, most: int
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
     (folder / "packages/sglang/launch_server.py").write_text(PROGRAM)
     (folder / "fates").write_text(fates)
-    settings = SGLangSettings(placement="disaggregated", engines=1, max_restarts=most)
+    settings = ServerSettings(placement="disaggregated", count=1, max_restarts=most)
     spec = ServerSpec(folder, "float32", settings, (1,), False, folder, PlannedCache(9000, 100), cores=(0,))
     made = fleet.Fleet(spec, Runtime(0, 1, 0, torch.device("cpu")))
     try:
@@ -88,7 +88,7 @@ def test_server_that_dies_during_restart_is_restarted(tmp_path: Path, monkeypatc
         assert made.restart_dead([0]).restarts == 1
         kill(made)
         error = made.restart_dead([0]).error
-        assert error is not None and "server 0 failed after 5 restarts, rollout.sglang.max_restarts is 5" in error
+        assert error is not None and "server 0 failed after 5 restarts, rollout.servers.max_restarts is 5" in error
 
 
 def test_server_that_dies_during_check_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,35 +29,42 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from transformers import PretrainedConfig
 
-from megappo.config.engine import SGLangSettings
 from megappo.config.load import load_config
 from megappo.config.rules.rollout import engine_rules
 from megappo.config.rules.servers import server_rules
 from megappo.config.schema import Config
-from megappo.config.server_words import OWNED, REFUSED, word_rules
+from megappo.config.sections.engine import ServerSettings
+from megappo.config.sections.server_words import OWNED, REFUSED, word_rules
 from megappo.engines.registry import find_engine
-from megappo.engines.sglang import fleet
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.fingerprint import Fingerprints, differing
-from megappo.engines.sglang.inspection import ServerInfo, check_hooks, check_lengths, check_routing, check_sampling
-from megappo.engines.sglang.rendezvous import MultiNodeRendezvous, ServerPart
-from megappo.engines.sglang.server import EngineError
-from megappo.engines.sglang.spec import ServerSpec, unheard_variables
-from megappo.engines.sglang.sync import ServerSync, SyncRun, SyncSeconds
-from megappo.engines.sglang.transport import Loaded, serialize
+from megappo.engines.sglang.servers import cpu_platform, fleet
+from megappo.engines.sglang.servers.inspection import (
+    ServerInfo,
+    check_hooks,
+    check_lengths,
+    check_routing,
+    check_sampling,
+)
+from megappo.engines.sglang.servers.rendezvous import MultiNodeRendezvous, ServerPart
+from megappo.engines.sglang.servers.server import EngineError
+from megappo.engines.sglang.servers.spec import ServerSpec, unheard_variables
+from megappo.engines.sglang.version import require_sglang
+from megappo.engines.sglang.weights.fingerprint import Fingerprints, differing
+from megappo.engines.sglang.weights.slice_loader import LOADER, SlicePlace, describe, load_slices
+from megappo.engines.sglang.weights.sync import ServerSync, SyncRun, SyncSeconds
+from megappo.engines.sglang.weights.transport import Loaded, serialize
 from megappo.errors import RunError
-from megappo.families.architecture import ArchitectureConfig, ModelShape
+from megappo.families.architecture import ModelShape
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
-from megappo.families.declaration import Block, Family
+from megappo.families.declaration import ArchitectureConfig, Block, Family
 from megappo.families.parameters import model_parameters, tensor_shapes
-from megappo.plan.cache import PlannedCache
+from megappo.network.interfaces import interface_towards
+from megappo.plan.bytes.cache import PlannedCache
 from megappo.ppo import run
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.stream import ReceiverPayload
-from megappo.runtime import nccl, sglang_cpu
-from megappo.runtime.interfaces import interface_towards
 from megappo.runtime.process import Runtime
-from megappo.runtime.sglang_slices import LOADER, SlicePlace, describe, load_slices
+from megappo.runtime.ranks import nccl
 from tests.support.places import ROOT, TINY
 
 CACHE = PlannedCache(9000, 100)
@@ -193,7 +200,7 @@ def test_cpu_sampling_noise_equals_gpu_noise() -> None:
     """The blocks of the hash are the low and high half of the seed, the position and the column."""
     seeds = torch.tensor([1, 2**62 + 12345, 2**63 - 1], dtype=torch.int64)
     positions, columns = torch.tensor([0, 7, 100_000]), torch.arange(5)
-    hashes = sglang_cpu.murmur_hash32(seeds.to(torch.uint64), positions, columns)
+    hashes = cpu_platform.murmur_hash32(seeds.to(torch.uint64), positions, columns)
     assert hashes.dtype == torch.uint32
     for n, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         blocks = [seed & 0xFFFFFFFF, seed >> 32, position]
@@ -203,12 +210,12 @@ def test_cpu_sampling_noise_equals_gpu_noise() -> None:
 
 def test_cpu_platform_requires_absence_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert sglang_cpu.activate() == "megappo.runtime.sglang_cpu.CpuPlatform"
+    assert cpu_platform.activate() == "megappo.engines.sglang.servers.cpu_platform.CpuPlatform"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert sglang_cpu.activate() is None
+    assert cpu_platform.activate() is None
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     points = {group: " = ".join(*entries.items()) for group, entries in declared.items()}
-    assert points == dict(sglang_cpu.ENTRY_POINTS)
+    assert points == dict(cpu_platform.ENTRY_POINTS)
 
 
 @pytest.mark.waits
@@ -216,13 +223,13 @@ def test_hooks_apply_only_to_megappo_cpu_servers(monkeypatch: pytest.MonkeyPatch
     registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
     targets: list[str] = []
     monkeypatch.setattr(registry, "register", lambda target, *_: targets.append(target))
-    for platform, cuda in (("", False), (sglang_cpu.PLATFORM_NAME, True)):
+    for platform, cuda in (("", False), (cpu_platform.PLATFORM_NAME, True)):
         monkeypatch.setenv("SGLANG_PLATFORM", platform)
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        sglang_cpu.register_hooks()
+        cpu_platform.register_hooks()
     assert targets == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    sglang_cpu.register_hooks()
+    cpu_platform.register_hooks()
     assert len(targets) == 1
 
 
@@ -234,9 +241,9 @@ def test_later_parts_do_not_check_ports_of_first(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", settings)
     monkeypatch.setattr(registry, "register", lambda _target, hook, _kind: hooks.append(hook))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME)
+    monkeypatch.setenv("SGLANG_PLATFORM", cpu_platform.PLATFORM_NAME)
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda *_name, **_force: None)
-    sglang_cpu.register_hooks()
+    cpu_platform.register_hooks()
     for number, sees_them_free in ((0, False), (1, True)):
         hooks[0](None, SimpleNamespace(node_rank=number))
         assert settings.wait_port_available(11461, "port_base") is sees_them_free
@@ -247,18 +254,18 @@ def test_missing_sglang_is_reported_with_remedy(monkeypatch: pytest.MonkeyPatch)
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(RunError, match="rollout.engine is sglang, which is not installed; pip install"):
-        sglang_cpu.require_sglang()
+    with pytest.raises(RunError, match="SGLang is not installed, but the settings need it; pip install"):
+        require_sglang()
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.6.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RunError, match="SGLang is 0.6.0, must be 0.5.23 on a CPU"):
-        sglang_cpu.require_sglang()
+        require_sglang()
 
 
 @pytest.mark.waits
 def test_server_parts_accept_only_their_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang reads pickles from any connection. An exported value of the variable takes precedence."""
-    apart = SGLangSettings(tensor_parallel=4, data_parallel_attention=2, nodes=2)
+    apart = ServerSettings(tensor_parallel=4, data_parallel_attention=2, nodes=2)
     for settings, expected in (
         (apart, "10.0.0.1,10.0.0.2"),
         (apart.model_copy(update={"data_parallel_attention": 1}), None),
@@ -280,10 +287,10 @@ def test_server_parts_accept_only_their_peers(tmp_path: Path, monkeypatch: pytes
     [
         ({}, "lo"),
         ({"host": "192.0.2.7"}, "lo"),  # weights are in shared memory of the machine
-        ({"settings": SGLangSettings(placement="disaggregated")}, "lo"),
-        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7"}, interface_towards("192.0.2.7")),
-        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "devices": (0, 1)}, "lo"),
-        ({"settings": SGLangSettings(placement="disaggregated"), "host": "192.0.2.7", "called": "a judge"}, "lo"),
+        ({"settings": ServerSettings(placement="disaggregated")}, "lo"),
+        ({"settings": ServerSettings(placement="disaggregated"), "host": "192.0.2.7"}, interface_towards("192.0.2.7")),
+        ({"settings": ServerSettings(placement="disaggregated"), "host": "192.0.2.7", "devices": (0, 1)}, "lo"),
+        ({"settings": ServerSettings(placement="disaggregated"), "host": "192.0.2.7", "called": "a judge"}, "lo"),
     ],
 )
 def test_server_ranks_connect_over_loopback(
@@ -291,7 +298,7 @@ def test_server_ranks_connect_over_loopback(
 ) -> None:
     """Gloo uses the interface towards the trainers only if trainers on other machines join a group with the server."""
     spec = replace(
-        ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE, cores=(0,)), **changes
+        ServerSpec(tmp_path, "float32", ServerSettings(), (1,), False, tmp_path, CACHE, cores=(0,)), **changes
     )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert spec.environment(tmp_path).get("GLOO_SOCKET_IFNAME") == expected
@@ -302,7 +309,7 @@ def test_server_ranks_connect_over_loopback(
 def test_server_environment_excludes_torchrun_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.setenv(name, "1")
-    settings = SGLangSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
+    settings = ServerSettings(tensor_parallel=2, arguments={"chunked-prefill-size": 64})
     spec = ServerSpec(tmp_path, "float32", settings, (1, 5), False, tmp_path, CACHE, cores=(0, 1, 2, 3))
     environment = spec.environment(tmp_path)
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
@@ -316,14 +323,14 @@ def test_server_environment_excludes_torchrun_and_key(tmp_path: Path, monkeypatc
     assert "device" not in on_gpu.arguments(1, "k")
     # Ranks of a server sample separately without seeds, so the tokens must be synchronized.
     assert on_gpu.environment(tmp_path)["SYNC_TOKEN_IDS_ACROSS_TP"] == "1"
-    for same in (replace(on_gpu, deterministic=True), replace(on_gpu, settings=SGLangSettings())):
+    for same in (replace(on_gpu, deterministic=True), replace(on_gpu, settings=ServerSettings())):
         assert "SYNC_TOKEN_IDS_ACROSS_TP" not in same.environment(tmp_path)
 
 
 def on_a_gpu(folder: Path, **changes: Any) -> ServerSpec:
     """Return the specification of a sleeping server on one GPU."""
     cache = PlannedCache(60000, 1000, 384)
-    spec = ServerSpec(folder, "bfloat16", SGLangSettings(), (1,), False, folder, cache, devices=(0,), memory_saver=True)
+    spec = ServerSpec(folder, "bfloat16", ServerSettings(), (1,), False, folder, cache, devices=(0,), memory_saver=True)
     return replace(spec, **changes)
 
 
@@ -351,7 +358,7 @@ def test_graphs_of_sleeping_server_release_memory(tmp_path: Path) -> None:
     assert on_a_gpu(tmp_path).environment(tmp_path)[name] == "1"
     assert name not in on_a_gpu(tmp_path, memory_saver=False).environment(tmp_path)
     # SGLang does not support both together.
-    breakable = SGLangSettings(arguments={"cuda-graph-backend-prefill": "breakable"})
+    breakable = ServerSettings(arguments={"cuda-graph-backend-prefill": "breakable"})
     assert name not in on_a_gpu(tmp_path, settings=breakable).environment(tmp_path)
 
 
@@ -360,7 +367,7 @@ def test_servers_cannot_import_megatron(tmp_path: Path) -> None:
     """SGLang imports Megatron for debugging tools. Megatron would set torch_memory_saver to a mode that cannot hook
     graphs."""
     environment = on_a_gpu(tmp_path).environment(tmp_path)
-    command = [sys.executable, "-c", "import megappo.runtime.sglang_slices, megatron.core"]
+    command = [sys.executable, "-c", "import megappo.engines.sglang.weights.slice_loader, megatron.core"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == "ImportError: servers do not use Megatron-Core"
 
@@ -392,14 +399,14 @@ def test_server_imports_only_its_own_model(
         (package,) = {Path(p, name) for p in environment["PYTHONPATH"].split(os.pathsep) if Path(p, name).is_dir()}
         lines = [line for file in package.glob("*.py") for line in file.read_text().splitlines()]
         assert lines == [f"from sglang.srt.models.{module} import EntryClass"]
-    own = SGLangSettings(environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"})
+    own = ServerSettings(environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"})
     environment = on_a_gpu(tmp_path, settings=own, **hardware).environment(tmp_path)
     assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
 
 
 def test_servers_get_the_number_of_sequences() -> None:
     """The number covers all requests of a step to one server, limited by the room for prompts."""
-    base_overrides = ["rollout.sglang={engines: 2, placement: disaggregated}"]
+    base_overrides = ["rollout.servers={count: 2, placement: disaggregated}"]
 
     def sequences(*more: str) -> int | None:
         config = load_config(ROOT / "configs/sglang_quickstart.yaml", [*base_overrides, *more])
@@ -407,7 +414,7 @@ def test_servers_get_the_number_of_sequences() -> None:
 
     assert sequences() == 50 * 8 / 2
     tokens = 16 * (8 + 1)
-    assert sequences(f"rollout.sglang.max_total_tokens={tokens}") == 16
+    assert sequences(f"rollout.servers.max_total_tokens={tokens}") == 16
 
 
 @pytest.fixture
@@ -427,7 +434,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: Runtime, *
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
     monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: environments.append(spec.environment(tmp_path)))
-    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    fleet.Fleet(ServerSpec(tmp_path, "bfloat16", ServerSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
     return environments
 
 
@@ -448,7 +455,7 @@ def test_server_uses_the_visible_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch
             "is disaggregated, but each rank sees only one GPU .*; set placement to colocated",
         ),
     ):
-        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={servers}"]).rollout
+        rollout = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.servers={servers}"]).rollout
         with pytest.raises(RunError, match=message):
             find_engine(rollout)
 
@@ -465,7 +472,7 @@ def test_server_can_use_cores_of_all_local_ranks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "agreed", lambda work, _caught: work())
     monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: cores_of_servers.append(spec.job_cores))
-    settings = SGLangSettings(tensor_parallel=2)
+    settings = ServerSettings(tensor_parallel=2)
     fleet.Fleet(ServerSpec(tmp_path, "bfloat16", settings, (1,), False, tmp_path, CACHE), third)
     assert cores_of_servers == [tuple(range(8))]
 
@@ -481,7 +488,7 @@ def test_servers_are_placed_on_existing_gpus(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     assert started(monkeypatch, tmp_path, third)[0]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
     first = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
-    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 2}
+    apart: dict[str, Any] = {"placement": "disaggregated", "count": 2}
     assert [f["CUDA_VISIBLE_DEVICES"] for f in started(monkeypatch, tmp_path, first, **apart)] == ["GPU-c"]
     with pytest.raises(RunError, match="server 0 would need the GPUs 2 to 5, but a rank sees 4 GPUs"):
         started(monkeypatch, tmp_path, first, tensor_parallel=4, **apart)
@@ -512,7 +519,7 @@ def started_on_machines(
     monkeypatch.setattr(Runtime, "release_cached_memory", lambda self: None)
     monkeypatch.setattr(fleet, "start_server", lambda spec, *_, **__: specs.append(spec))
     runtime = Runtime(rank=rank, world_size=len(hosts), local_rank=0, device=torch.device("cpu"))
-    fleet.Fleet(ServerSpec(tmp_path, "float32", SGLangSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
+    fleet.Fleet(ServerSpec(tmp_path, "float32", ServerSettings(**settings), (1,), False, tmp_path, CACHE), runtime)
     return specs
 
 
@@ -533,20 +540,20 @@ def test_servers_listen_on_addresses_reachable_by_all(monkeypatch: pytest.Monkey
     ):
         started_on_machines(monkeypatch, tmp_path, [0, 1], 0, host="127.0.0.1")
     with pytest.raises(
-        RunError, match="rollout.sglang.nodes is 2, but the trainers have 1 machine; start the trainers on"
+        RunError, match="rollout.servers.nodes is 2, but the trainers have 1 machine; start the trainers on"
     ):
         started_on_machines(monkeypatch, tmp_path, [0, 0], 0, tensor_parallel=2, nodes=2)
 
 
-@pytest.mark.parametrize(("engines", "expected"), [(1, [(0, 1)]), (2, [(0,), (1,)]), (4, [(0,), (1,), (0, 1), (0, 1)])])
+@pytest.mark.parametrize(("count", "expected"), [(1, [(0, 1)]), (2, [(0,), (1,)]), (4, [(0,), (1,), (0, 1), (0, 1)])])
 def test_cpu_servers_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engines: int, expected: list[tuple[int, ...]]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, expected: list[tuple[int, ...]]
 ) -> None:
     """Servers get separate cores while enough cores are free. Further servers use all cores."""
-    settings: dict[str, Any] = {"placement": "disaggregated", "engines": engines}
+    settings: dict[str, Any] = {"placement": "disaggregated", "count": count}
     specs = [spec for r in (0, 1) for spec in started_on_machines(monkeypatch, tmp_path, [0, 0], r, **settings)]
     assert [spec.cores for spec in sorted(specs, key=lambda spec: spec.seed)] == expected
-    assert [spec.seed for spec in sorted(specs, key=lambda spec: spec.seed)] == list(range(engines))
+    assert [spec.seed for spec in sorted(specs, key=lambda spec: spec.seed)] == list(range(count))
 
 
 @pytest.mark.parametrize("user_settings", [{}, {"NCCL_NVLS_ENABLE": "1"}])
@@ -558,7 +565,7 @@ def test_trainers_and_servers_share_nccl_settings(
         monkeypatch.delenv(name, raising=False)
     for name, value in user_settings.items():
         monkeypatch.setenv(name, value)
-    spec = ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, CACHE)
+    spec = ServerSpec(tmp_path, "float32", ServerSettings(), (1,), False, tmp_path, CACHE)
     server = spec.environment(tmp_path)
     assert {name: server[name] for name in nccl.SETTINGS} == nccl.SETTINGS | user_settings
     trainer = dict(os.environ)
@@ -568,12 +575,12 @@ def test_trainers_and_servers_share_nccl_settings(
     assert nccl.read_labels(labels) == nccl.own_stack(trainer)
 
 
-@pytest.mark.parametrize(("sglang", "expected"), [("{}", False), ("{placement: disaggregated, engines: 1}", True)])
+@pytest.mark.parametrize(("sglang", "expected"), [("{}", False), ("{placement: disaggregated, count: 1}", True)])
 def test_trainers_without_server_group_keep_nccl_defaults(
     monkeypatch: pytest.MonkeyPatch, sglang: str, expected: bool
 ) -> None:
     """By default, NCCL can reduce in the switches of NVLink."""
-    config = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.servers={sglang}"])
     with_servers_values: list[bool] = []
 
     def start(_settings: Any, _deadlines: Any, *, with_servers: bool) -> None:
@@ -591,8 +598,8 @@ def test_trainers_without_server_group_keep_nccl_defaults(
     [
         ([], True, False),
         (["rollout.when_stopped=keep"], True, True),
-        (["rollout.sglang.deterministic=true"], True, True),
-        (["rollout.sglang.deterministic=false"], False, False),
+        (["rollout.servers.deterministic=true"], True, True),
+        (["rollout.servers.deterministic=false"], False, False),
     ],
 )
 def test_seeds_are_used_when_cheap_or_required(overrides: list[str], on_cpu: bool, on_gpu: bool) -> None:
@@ -612,7 +619,7 @@ def test_sleeping_server_gets_no_expandable_segments(tmp_path: Path, monkeypatch
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
         monkeypatch.setenv(name, ours)
-    awake = ServerSpec(tmp_path, "bfloat16", SGLangSettings(), (1,), False, tmp_path, CACHE, devices=(0,))
+    awake = ServerSpec(tmp_path, "bfloat16", ServerSettings(), (1,), False, tmp_path, CACHE, devices=(0,))
     asleep = replace(awake, memory_saver=True)
     for name in names:
         assert awake.environment(tmp_path)[name] == os.environ[name] == ours
@@ -620,7 +627,7 @@ def test_sleeping_server_gets_no_expandable_segments(tmp_path: Path, monkeypatch
 
 
 def test_external_servers_have_unknown_cache_size() -> None:
-    overrides = ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
+    overrides = ["rollout.servers={placement: disaggregated, urls: ['http://a:1'], memory_fraction: 0.1}"]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     spec = ServerSpec.of(config, TINY, (1,), on_cuda=True, device_bytes=1e6)
     assert (spec.cache.tokens, spec.cache.longest_tokens) == (None, config.max_sequence_tokens)
@@ -632,53 +639,52 @@ SHAPE = ModelShape("llama", 64, 2, 4, 2, 16, 256, 16, 32, False)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.engine=transformers"], "rollout.sglang is given but rollout.engine is 'transformers'"),
-        (["rollout.engine=transformers", "rollout.sglang=null", "rollout.ahead=1"], "has no separate processes"),
+        (["rollout.engine=transformers", "rollout.ahead=1"], "does not generate while the trainer computes"),
         (["rollout.dtype=bfloat16"], "rollout.dtype is bfloat16"),
         (["rollout.ahead=1"], "set it to corrected or bypass"),
-        (["rollout.when_stopped=keep", "rollout.sglang.deterministic=false"], "long responses are sampled again"),
-        (["rollout.sglang.tensor_parallel=3"], "rollout.sglang.tensor_parallel 3 does not divide"),
+        (["rollout.when_stopped=keep", "rollout.servers.deterministic=false"], "long responses are sampled again"),
+        (["rollout.servers.tensor_parallel=3"], "rollout.servers.tensor_parallel 3 does not divide"),
         (
-            ["rollout.sglang={tensor_parallel: 4, nodes: 3}"],
-            "rollout.sglang.nodes 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+            ["rollout.servers={tensor_parallel: 4, nodes: 3}"],
+            "rollout.servers.nodes 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
         ),
         (
-            ["rollout.sglang={tensor_parallel: 4, data_parallel_attention: 3}"],
-            "rollout.sglang.data_parallel_attention 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
+            ["rollout.servers={tensor_parallel: 4, data_parallel_attention: 3}"],
+            "rollout.servers.data_parallel_attention 3 does not divide tensor_parallel 4; the nearest is 2 or 4",
         ),
         (
-            ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 4}"],
-            "rollout.sglang.data_parallel_attention 4 does not divide tensor_parallel 2; the nearest is 2",
+            ["rollout.servers={tensor_parallel: 2, data_parallel_attention: 4}"],
+            "rollout.servers.data_parallel_attention 4 does not divide tensor_parallel 2; the nearest is 2",
         ),
         (
-            ["rollout.sglang={tensor_parallel: 2, data_parallel_attention: 2}"],
+            ["rollout.servers={tensor_parallel: 2, data_parallel_attention: 2}"],
             "is 2, which SGLang supports for qwen3 or qwen3_moe, but not for llama",
         ),
         (
-            ["rollout.sglang.arguments={attn-dp-size: 2}"],
-            "has attn-dp-size, which follows from rollout.sglang.data_parallel_attention; remove it, and set that",
+            ["rollout.servers.arguments={attn-dp-size: 2}"],
+            "has attn-dp-size, which follows from rollout.servers.data_parallel_attention; remove it, and set that",
         ),
-        (["rollout.sglang.arguments={pp_size: 2}"], "has pp_size, and a server in pipeline stages cannot be sent"),
-        (["rollout.sglang.arguments={load-format: auto}"], "has load-format, but a run sends its servers the actor's"),
+        (["rollout.servers.arguments={pp_size: 2}"], "has pp_size, and a server in pipeline stages cannot be sent"),
+        (["rollout.servers.arguments={load-format: auto}"], "has load-format, but a run sends its servers the actor's"),
         (
-            ["rollout.sglang.environment={OMP_NUM_THREADS: 4}"],
-            "has OMP_NUM_THREADS, which follows from rollout.sglang.th",
+            ["rollout.servers.environment={OMP_NUM_THREADS: 4}"],
+            "has OMP_NUM_THREADS, which follows from rollout.servers.th",
         ),
-        (["rollout.sglang.environment={RANK: 1}"], "has RANK, but a run decides it for its own servers; remove it"),
-        (["rollout.sglang.environment={'A B': x}"], "has 'A B', which is no name of a variable; name one"),
+        (["rollout.servers.environment={RANK: 1}"], "has RANK, but a run decides it for its own servers; remove it"),
+        (["rollout.servers.environment={'A B': x}"], "has 'A B', which is no name of a variable; correct the name"),
         (
-            ["rollout.sglang.environment={SGLANG_RETURN_ORIGINAL_LOGPROB: 1}"],
+            ["rollout.servers.environment={SGLANG_RETURN_ORIGINAL_LOGPROB: 1}"],
             "log-probabilities would differ from those of the sampling distribution",
         ),
         (
-            ["rollout.sglang={placement: disaggregated, urls: ['http://a:1'], environment: {A: b}}"],
-            "rollout.sglang.environment is for servers of the run, but urls name external servers; remove it",
+            ["rollout.servers={placement: disaggregated, urls: ['http://a:1'], environment: {A: b}}"],
+            "rollout.servers.environment is for servers of the run, but urls name external servers; remove it",
         ),
         (
-            ["rollout.sglang.arguments={speculative-algorithm: NEXTN}"],
+            ["rollout.servers.arguments={speculative-algorithm: NEXTN}"],
             "has speculative-algorithm NEXTN, but a run sends only the actor's weights and no weights of draft layers",
         ),
-        (["rollout.sglang.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.sglang.nodes; remove it"),
+        (["rollout.servers.arguments={nnodes: 2}"], "has nnodes, which follows from rollout.servers.nodes; remove it"),
     ],
 )
 def test_conflicting_settings_are_rejected(overrides: list[str], message: str) -> None:
@@ -687,19 +693,19 @@ def test_conflicting_settings_are_rejected(overrides: list[str], message: str) -
 
 
 def test_drafts_without_weights_are_allowed() -> None:
-    drafts = "rollout.sglang.arguments={speculative-algorithm: NGRAM}"
+    drafts = "rollout.servers.arguments={speculative-algorithm: NGRAM}"
     assert not list(server_rules(load_config(ROOT / "configs/sglang_quickstart.yaml", [drafts]), SHAPE))
 
 
 def test_heads_are_split_within_attention_groups() -> None:
-    overrides = ["rollout.sglang={tensor_parallel: 8, data_parallel_attention: 4}"]
+    overrides = ["rollout.servers={tensor_parallel: 8, data_parallel_attention: 4}"]
     config, shape = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides), replace(SHAPE, family="qwen3")
     assert not list(server_rules(config, shape))
     (problem,) = server_rules(config, replace(shape, tied_embeddings=True))
     assert "data_parallel_attention is 4, but the model's embedding is its output layer" in problem
     arguments = ServerSpec.of(config, TINY, (1,), on_cuda=False).arguments(1, "")
     assert (arguments["tensor-parallel-size"], arguments["attn-dp-size"]) == (8, 4)
-    assert not config.rollout.servers.takes_slices
+    assert not config.rollout.server_settings.takes_slices
 
 
 def test_external_server_must_return_routed_experts() -> None:
@@ -736,7 +742,7 @@ def test_minimum_response_length_requires_server_hooks() -> None:
 def test_servers_have_room_for_the_last_position(tmp_path: Path) -> None:
     """SGLang reserves 6 positions. The server of a judge has the context length of its model."""
     sizes = "{max_total_tokens: 32, threads: 1}"
-    overrides = ["data.max_prompt_tokens=29", f"rollout.sglang={sizes}"]
+    overrides = ["data.max_prompt_tokens=29", f"rollout.servers={sizes}"]
     spec = ServerSpec.of(load_config(ROOT / "configs/sglang_quickstart.yaml", overrides), TINY, (1,), on_cuda=False)
     arguments, environment = spec.arguments(1, "key"), spec.environment(tmp_path)
     assert arguments["context-length"] == arguments["max-total-tokens"] == 40
@@ -756,9 +762,9 @@ def test_servers_have_room_for_the_last_position(tmp_path: Path) -> None:
 
 
 def test_expert_placement_argument_is_rejected() -> None:
-    config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.sglang.arguments={ep-size: 2}"])
+    config = load_config(ROOT / "configs/sglang_quickstart.yaml", ["rollout.servers.arguments={ep-size: 2}"])
     for shape in (SHAPE, replace(SHAPE, experts=8)):
-        assert any("rollout.sglang.arguments has ep-size" in problem for problem in server_rules(config, shape))
+        assert any("rollout.servers.arguments has ep-size" in problem for problem in server_rules(config, shape))
 
 
 def test_managed_arguments_are_rejected_under_every_alias() -> None:
@@ -770,24 +776,24 @@ def test_managed_arguments_are_rejected_under_every_alias() -> None:
     owned = {(names | short)[name] for name in refused}
     assert {name for name, destination in (names | short).items() if destination in owned} == refused
     settings = {
-        name for section in ("rollout.sglang", "algorithm", "model", "run", "runtime") for name in fields(section)
+        name for section in ("rollout.servers", "algorithm", "model", "run", "runtime") for name in fields(section)
     }
     assert set(OWNED) <= settings
     for name in refused:
         for alias in (name, f"--{name}", name.replace("-", "_")):
-            assert len(list(word_rules(SGLangSettings(arguments={alias: 1})))) == 1, alias
+            assert len(list(word_rules(ServerSettings(arguments={alias: 1})))) == 1, alias
 
 
 def fields(section: str) -> set[str]:
     """Return the full names of the settings in a section."""
     section_type: Any = Config
     for name in section.split("."):
-        section_type = {"sglang": SGLangSettings}.get(name) or section_type.model_fields[name].annotation
+        section_type = {"servers": ServerSettings}.get(name) or section_type.model_fields[name].annotation
     return {f"{section}.{name}" for name in section_type.model_fields}
 
 
 def test_servers_get_only_configured_sglang_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["rollout.sglang.environment={SGLANG_LOG_GC: 1, SGLANG_USE_AITER: 'false'}"]
+    overrides = ["rollout.servers.environment={SGLANG_LOG_GC: 1, SGLANG_USE_AITER: 'false'}"]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
     assert not list(server_rules(config, SHAPE))
     monkeypatch.setenv("SGLANG_USE_AITER", "true")
@@ -812,14 +818,14 @@ def test_ignored_sglang_variables_are_reported_once(
     ("tp", "ep", "experts", "message"),
     [
         (2, 2, 0, "expert_parallel 2, but the actor model has no experts; set it to 1"),
-        (4, 3, 9, "expert_parallel 3 does not divide rollout.sglang.tensor_parallel 4; the nearest is 1"),
+        (4, 3, 9, "expert_parallel 3 does not divide rollout.servers.tensor_parallel 4; the nearest is 1"),
         (4, 4, 6, "tensor_parallel 4 and 6 (experts); the nearest is 2"),
         (16, 1, 8, "1 splits each expert between 16 ranks, which do not divide the 24 (FFN hidden size)"),
         (4, 2, 8, ""),
     ],
 )
 def test_server_ranks_split_experts(tp: int, ep: int, experts: int, message: str) -> None:
-    sizes = [f"rollout.sglang.tensor_parallel={tp}", f"rollout.sglang.expert_parallel={ep}"]
+    sizes = [f"rollout.servers.tensor_parallel={tp}", f"rollout.servers.expert_parallel={ep}"]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", sizes)
     shape = replace(SHAPE, experts=experts, heads=16, kv_heads=16, ffn_hidden_size=24 if experts else 32)
     problems = list(server_rules(config, shape))
@@ -832,7 +838,7 @@ def test_readme_example_is_valid() -> None:
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["rollout"]
     overrides = [f"rollout.{name}={json.dumps(value)}" for name, value in settings.items()]
     config = load_config(ROOT / "configs/sglang_quickstart.yaml", overrides)
-    assert config.rollout.servers.engines == 2
+    assert config.rollout.server_settings.count == 2
     assert not list(server_rules(config, SHAPE))
 
 
@@ -845,7 +851,7 @@ def test_shipped_settings_are_valid() -> None:
     ("sglang", "message"),
     [
         ("{urls: ['http://a:1']}", "set placement: disaggregated"),
-        ("{urls: ['http://a:1'], placement: disaggregated, engines: 2}", "external servers; set engines to null"),
+        ("{urls: ['http://a:1'], placement: disaggregated, count: 2}", "external servers; set count to null"),
         ("{urls: ['a:1'], placement: disaggregated}", "must look like http://HOST:PORT"),
         (
             "{urls: ['http://a:1'], placement: disaggregated, nodes: 2}",
@@ -855,7 +861,7 @@ def test_shipped_settings_are_valid() -> None:
 )
 def test_invalid_server_settings_are_rejected(sglang: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.sglang={sglang}"])
+        load_config(ROOT / "configs/sglang_quickstart.yaml", [f"rollout.servers={sglang}"])
 
 
 class EngineParameters(torch.nn.Module):
@@ -924,9 +930,11 @@ def test_slice_loader_requires_a_known_layout(
 ) -> None:
     """A server with an unknown layout receives whole tensors."""
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
-    server_settings = SGLangSettings(**settings)
+    server_settings = ServerSettings(**settings)
     spec = ServerSpec(tmp_path, "float32", server_settings, (1,), False, tmp_path, CACHE)
-    monkeypatch.setattr("megappo.engines.sglang.spec.own_stack", lambda _environment: SimpleNamespace(labels=dict))
+    monkeypatch.setattr(
+        "megappo.engines.sglang.servers.spec.own_stack", lambda _environment: SimpleNamespace(labels=dict)
+    )
     assert spec.arguments(1, "k").get("custom-weight-loader") == ([LOADER] if sliced else None)
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megappo.config.engine import SGLangSettings
-from megappo.engines.sglang import fleet
+from megappo.config.sections.engine import ServerSettings
 from megappo.engines.sglang.client import ServerFailure
-from megappo.engines.sglang.fleet import KEY_VARIABLE
-from megappo.engines.sglang.guard import session_pids
-from megappo.engines.sglang.server import start_server
-from megappo.engines.sglang.spec import ServerSpec
-from megappo.plan.cache import PlannedCache
+from megappo.engines.sglang.servers import fleet
+from megappo.engines.sglang.servers.fleet import KEY_VARIABLE
+from megappo.engines.sglang.servers.guard import session_pids
+from megappo.engines.sglang.servers.server import start_server
+from megappo.engines.sglang.servers.spec import ServerSpec
+from megappo.plan.bytes.cache import PlannedCache
 from megappo.runtime.process import Runtime
 from tests.support import worlds
 
@@ -71,7 +71,7 @@ def test_other_program_at_server_port_is_rejected(
     path = worlds.fake_package(tmp_path / "packages", "sglang", "0.5.23")
     (tmp_path / "packages/sglang/launch_server.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setenv("PYTHONPATH", path)
-    spec = ServerSpec(tmp_path, "float32", SGLangSettings(), (1,), False, tmp_path, PlannedCache(9000, 100), cores=(0,))
+    spec = ServerSpec(tmp_path, "float32", ServerSettings(), (1,), False, tmp_path, PlannedCache(9000, 100), cores=(0,))
     with listening(answer) as (port, received_keys):
         server = start_server(spec, 0, 0, 1, port=port, key=KEY)
         try:
@@ -90,7 +90,7 @@ def test_failed_restart_is_reported_and_cleaned_up(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value])
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
-    settings = SGLangSettings(placement="disaggregated", engines=1)
+    settings = ServerSettings(placement="disaggregated", count=1)
     spec = ServerSpec(tmp_path, "float32", settings, (1,), False, tmp_path, PlannedCache(9000, 100))
     servers = fleet.Fleet(spec, Runtime(0, 1, 0, torch.device("cpu")))
     servers.servers[0].stop()
@@ -117,7 +117,7 @@ def external(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int, patience_
     """Return the error of a run with an external server at a port."""
     monkeypatch.setattr(fleet, "all_gather_objects", lambda value: [value])
     monkeypatch.setattr(fleet, "agreed", lambda work, *_caught: work())
-    settings = SGLangSettings(
+    settings = ServerSettings(
         placement="disaggregated", urls=(f"http://127.0.0.1:{port}",), start_timeout_seconds=patience_seconds
     )
     spec = ServerSpec(folder, "float32", settings, (1,), False, folder, PlannedCache(9000, 100))
@@ -138,7 +138,7 @@ def test_wrong_key_is_reported_immediately(
     monkeypatch.setenv(KEY_VARIABLE, key)
     with listening(answer) as (port, received_keys):
         error = external(monkeypatch, tmp_path, port)
-    assert error.startswith(f"server 0 (http://127.0.0.1:{port}) of rollout.sglang.urls {message}")
+    assert error.startswith(f"server 0 (http://127.0.0.1:{port}) of rollout.servers.urls {message}")
     assert KEY not in received_keys
 
 
@@ -147,7 +147,7 @@ def test_unreachable_server_is_reported_after_timeout(
 ) -> None:
     port = worlds.closed_port()
     error = external(monkeypatch, tmp_path, port, 7.0)
-    assert "of rollout.sglang.urls returned no healthy response within start_timeout_seconds 7" in error
+    assert "of rollout.servers.urls returned no healthy response within start_timeout_seconds 7" in error
     output = " ".join(capsys.readouterr().err.split())
     assert output.count(f"server 0 (http://127.0.0.1:{port}) cannot be reached for /model_info") == 1
     assert "Connection refused" in output and "the run waits for start_timeout_seconds 7; start the server" in output

@@ -14,23 +14,27 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megappo.config import ConfigError, load_config
-from megappo.config.model_files import read_architecture
-from megappo.config.schema import RolloutSettings
-from megappo.config.tokens import decoded
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, ServedEngine, SleepingEngine
+from megappo.config.rollout import RolloutSettings
+from megappo.config.sections.engine import EngineCapabilities
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.requests import generate
 from megappo.engines.rows import check_answers
-from megappo.engines.stopping import StopTexts
 from megappo.engines.transformers_engine import TransformersEngine
 from megappo.errors import Interrupted, RunError
-from megappo.families.architecture import ArchitectureConfig
-from megappo.observe.progress import PROGRESS
-from megappo.ppo.answering import find_generation, generated
-from megappo.ppo.components import RunComponents
-from megappo.ppo.sampling import SampleRequests, finish_rollout, request_samples, sample_seed
-from megappo.runtime.interrupts import Stop
+from megappo.families.declaration import ArchitectureConfig
+from megappo.models.model_files import read_architecture
+from megappo.models.stop_texts import StopTexts
+from megappo.models.tokens import decoded
+from megappo.observe.terminal.progress import PROGRESS
+from megappo.ppo.assembly.components import RunComponents
+from megappo.ppo.rollout.answering import find_generation, generated
+from megappo.ppo.rollout.sampling import SampleRequests, finish_rollout, request_samples, sample_seed
+from megappo.runtime.watch.interrupts import Stop
 from megappo.types import Prompt, Prompts, RoutingShape
 from tests.support.models import VOCAB, stored_parameters, write_model
 from tests.support.places import QUICKSTART, TINY
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +48,7 @@ def model(folder: Path):  # type: ignore[no-untyped-def]
 
 
 def make_engine(
-    folder: Path,
-    batch: int = 8,
-    stop: Stop | None = None,
-    *,
-    sleeps: bool = False,
-    dtype: torch.dtype = torch.float32,
+    folder: Path, batch: int = 8, stop: Stop | None = None, *, sleeps: bool = False, dtype: torch.dtype = torch.float32
 ) -> TransformersEngine:
     return TransformersEngine(
         read_architecture(folder),
@@ -62,7 +61,7 @@ def make_engine(
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model) -> TransformersEngine:  # type: ignore[no-untyped-def]
+def engine(folder: Path, model, world_of_one: None) -> TransformersEngine:  # type: ignore[no-untyped-def]
     made = make_engine(folder)
     made.update_weights(model.named_parameters(), 3)
     return made
@@ -94,7 +93,7 @@ def test_generation_reports_samples_and_tokens(folder: Path, model) -> None:  # 
     seen: list[str] = []
     engine.on_tokens = lambda: seen.append(PROGRESS.text())
     PROGRESS.enter("rollout")
-    engine.generate(requests(3), SamplingParams(temperature=1.0, max_new_tokens=1, stop_token_ids=()))
+    generate(engine, requests(3), SamplingParams(temperature=1.0, max_new_tokens=1, stop_token_ids=()))
     seen.append(PROGRESS.text())
     PROGRESS.leave()
     assert [text.split(": ")[1].split(" samples")[0] for text in seen] == ["0 of 3", "2 of 3", "3 of 3"]
@@ -105,7 +104,7 @@ PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, stop_token_ids=(1, 17
 
 
 def test_logprobs_equal_a_plain_forward_pass(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
-    for request, done in zip(requests(), engine.generate(requests(), PARAMS), strict=True):
+    for request, done in zip(requests(), generate(engine, requests(), PARAMS), strict=True):
         tokens = torch.tensor([request.token_ids + done.token_ids])
         logp = (model(tokens).logits[0] / PARAMS.temperature).log_softmax(-1)[len(request.token_ids) - 1 : -1]
         truth = logp.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
@@ -122,7 +121,7 @@ def test_nan_logprobs_name_engine_and_sample(folder: Path, model, greedy: bool) 
     weights["model.embed_tokens.weight"][5] = float("nan")
     engine.update_weights(weights.items(), 1)
     params = replace(PARAMS, greedy=greedy, stop_token_ids=tuple(range(VOCAB)))
-    answers = engine.generate(prompts_of_batch, params)
+    answers = generate(engine, prompts_of_batch, params)
     sample_requests = SampleRequests(
         tuple(Prompt(i, (3,), "3", None, {}) for i in range(3)), (40, 41, 42), 1, tuple(prompts_of_batch)
     )
@@ -156,7 +155,7 @@ def test_tokens_outside_the_vocabulary_are_named(engine: TransformersEngine) -> 
     for strange in (VOCAB, -1, 10**6):
         batch = [*requests(2), GenerateRequest((3, strange, 4), seed=9, prompt_id=9)]
         with pytest.raises(RunError, match=f"has a prompt with token {strange}, for which the model has no row"):
-            engine.generate(batch, PARAMS)
+            generate(engine, batch, PARAMS)
 
 
 def two_letters() -> PreTrainedTokenizerFast:
@@ -170,10 +169,10 @@ def two_letters() -> PreTrainedTokenizerFast:
 def test_stop_text_ends_answer_at_first_occurrence(engine: TransformersEngine) -> None:
     """The two letters of the stop text belong to one token or two tokens. Earlier tokens do not change."""
     letters, free = two_letters(), replace(PARAMS, stop_token_ids=(), max_new_tokens=30)
-    whole = engine.generate(requests(), free)
+    whole = generate(engine, requests(), free)
     texts = [decoded(letters, answer.token_ids) for answer in whole]
     across = texts[0][3:5]
-    answers = engine.generate(requests(), replace(free, stop_texts=StopTexts((across, "no such text"), letters)))
+    answers = generate(engine, requests(), replace(free, stop_texts=StopTexts((across, "no such text"), letters)))
     places = [text.find(across) for text in texts]
     lengths = [30 if place < 0 else (place + 1) // 2 + 1 for place in places]
     assert [len(answer.token_ids) for answer in answers] == lengths
@@ -185,7 +184,7 @@ def test_stop_text_ends_answer_at_first_occurrence(engine: TransformersEngine) -
         assert answer.logprobs == pytest.approx(truth.logprobs[:length], abs=1e-5)
     generated_tokens: list[None] = []
     engine.on_tokens = lambda: generated_tokens.append(None)
-    engine.generate(requests()[:1], replace(free, stop_texts=StopTexts((across,), letters)))
+    generate(engine, requests()[:1], replace(free, stop_texts=StopTexts((across,), letters)))
     engine.on_tokens = lambda: None
     assert len(generated_tokens) == lengths[0]  # no further tokens were generated
 
@@ -196,7 +195,7 @@ def test_answers_have_a_minimum_length(engine: TransformersEngine, model) -> Non
     ends = tuple(range(0, VOCAB, 2))
     params, batch = replace(PARAMS, stop_token_ids=ends, min_new_tokens=3), requests()
     batch[1] = replace(batch[1], min_new_tokens=1)
-    answers = engine.generate(batch, params)
+    answers = generate(engine, batch, params)
     assert len({len(answer.token_ids) for answer in answers}) > 2
     for number, (request, done) in enumerate(zip(batch, answers, strict=True)):
         least = 1 if number == 1 else 3
@@ -213,7 +212,7 @@ def test_generation_ends_with_the_longest_answer(engine: TransformersEngine) -> 
     batch, steps = requests(8), list[None]()
     engine.on_tokens = lambda: steps.append(None)
     try:
-        answers = engine.generate(batch, replace(PARAMS, stop_token_ids=tuple(range(2, VOCAB)), max_new_tokens=100))
+        answers = generate(engine, batch, replace(PARAMS, stop_token_ids=tuple(range(2, VOCAB)), max_new_tokens=100))
     finally:
         engine.on_tokens = lambda: None
     assert len(steps) == max(len(answer.token_ids) for answer in answers) < 100
@@ -222,7 +221,7 @@ def test_generation_ends_with_the_longest_answer(engine: TransformersEngine) -> 
 def test_total_tokens_of_prompt_and_answer_are_limited(engine: TransformersEngine) -> None:
     prompts = Prompts(tuple(Prompt(i, (3,) * (i + 1), "", None, {}) for i in range(8)), 0)
     sample_requests = request_samples(prompts, samples_per_prompt=1, seed_of=lambda i: i, max_total_tokens=10)
-    answers = engine.generate(sample_requests.requests, replace(PARAMS, stop_token_ids=(), max_new_tokens=6))
+    answers = generate(engine, sample_requests.requests, replace(PARAMS, stop_token_ids=(), max_new_tokens=6))
     assert [len(answer.token_ids) for answer in answers] == [6, 6, 6, 6, 5, 4, 3, 2]
     assert all(answer.truncated for answer in answers)
 
@@ -235,11 +234,11 @@ def custom_generation(path: str, **options: Any) -> RolloutSettings:
 def test_custom_generation_function_matches_engine(engine: TransformersEngine) -> None:
     """The example generates greedily in segments. Tokens and log-probabilities equal those of one pass."""
     batch, greedy = requests(), replace(PARAMS, greedy=True)
-    ends = engine.generate(batch, greedy)[0].token_ids[1]  # some answers end at once, others never
+    ends = generate(engine, batch, greedy)[0].token_ids[1]  # some answers end at once, others never
     greedy = replace(greedy, stop_token_ids=(ends,))
     function = find_generation(custom_generation("configs/examples/13_segments/segments.py:segments", tokens=4))
     assert function is not None
-    answers, whole = generated(function, engine, (), batch, greedy), engine.generate(batch, greedy)
+    answers, whole = generated(function, engine, (), batch, greedy), generate(engine, batch, greedy)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in whole]
     assert [answer.truncated for answer in answers] == [answer.truncated for answer in whole]
     assert any(len(answer.token_ids) == 9 for answer in answers) and any(len(a.token_ids) < 5 for a in answers)
@@ -278,10 +277,10 @@ def test_engine_returns_routed_experts_of_tokens(tmp_path: Path, family: str) ->
     folder = write_model(tmp_path / "model", family, 5)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine, shape = make_engine(folder, batch=5), RoutingShape.of(read_architecture(folder))
-    assert engine.returns_routing and shape is not None and shape.dtype == torch.uint8
+    assert engine.capabilities.routing and shape is not None and shape.dtype == torch.uint8
     with torch.no_grad():
         engine.update_weights(stored_parameters(model), 1)
-    routed, plain = (engine.generate(requests(), p) for p in (replace(PARAMS, routing=shape), PARAMS))
+    routed, plain = (generate(engine, requests(), p) for p in (replace(PARAMS, routing=shape), PARAMS))
     assert routed == plain and all(answer.routing is None for answer in plain)
     for request, answer in zip(requests(), routed, strict=True):
         tokens = torch.tensor([request.token_ids + answer.token_ids])
@@ -302,7 +301,7 @@ def test_experts_of_any_width_are_computed_in_bfloat16(tmp_path: Path, family: s
     engine = make_engine(folder, batch=1, dtype=torch.bfloat16)
     with torch.no_grad():
         engine.update_weights(stored_parameters(model), 1)
-    (answer,) = engine.generate(requests()[:1], PARAMS)
+    (answer,) = generate(engine, requests()[:1], PARAMS)
     tokens = torch.tensor([requests()[0].token_ids + answer.token_ids])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(requests()[0].token_ids) - 1 : -1].float() / PARAMS.temperature
@@ -321,32 +320,31 @@ def test_router_replay_requires_routing_from_engine(tmp_path: Path) -> None:
         routing: RoutingShape | None = getter.fget(parts)
         return routing
 
-    returning, silent, other = (SimpleNamespace(returns_routing=True), SimpleNamespace(returns_routing=False), object())
+    returning, silent = (SimpleNamespace(capabilities=EngineCapabilities(routing=routing)) for routing in (True, False))
     assert replayed_routing(experts, returning) == RoutingShape(4, 2, 8)
     assert replayed_routing(experts, returning, "algorithm.router_replay=false") is None
-    assert [replayed_routing(experts, engine) for engine in (silent, other)] == [None, None]
+    assert replayed_routing(experts, silent) is None
     assert replayed_routing(dense, returning) is None
-    for engine in (silent, other):
-        with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not report"):
-            replayed_routing(experts, engine, "algorithm.router_replay=true")
+    with pytest.raises(ConfigError, match="algorithm.router_replay is true, but the engine .* does not report"):
+        replayed_routing(experts, silent, "algorithm.router_replay=true")
 
 
 def test_engine_generates_again_after_sleep(folder: Path, engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
     """A sleeping engine first needs new weights. An engine without sleep support is not affected."""
     sleeper = make_engine(folder, sleeps=True)
-    assert isinstance(sleeper, SleepingEngine) and not isinstance(sleeper, ServedEngine)
+    assert not sleeper.capabilities.separate_processes
     for _ in range(2):
         sleeper.update_weights(model.named_parameters(), 3)
-        assert sleeper.generate(requests(), PARAMS) == engine.generate(requests(), PARAMS)
+        assert generate(sleeper, requests(), PARAMS) == generate(engine, requests(), PARAMS)
         sleeper.sleep()
         with pytest.raises(RuntimeError, match="no complete set of weights"):
-            sleeper.generate(requests(), PARAMS)
+            generate(sleeper, requests(), PARAMS)
     engine.sleep()
-    assert engine.generate(requests(1), PARAMS)
+    assert generate(engine, requests(1), PARAMS)
 
 
 def test_responses_end_at_the_first_stop_token(engine: TransformersEngine) -> None:
-    done = engine.generate(requests(40), PARAMS)
+    done = generate(engine, requests(40), PARAMS)
     ended = [d for d in done if not d.truncated]
     assert ended
     assert all(d.token_ids[-1] in PARAMS.stop_token_ids for d in ended)
@@ -358,11 +356,11 @@ def test_response_depends_only_on_its_seed(folder: Path, model) -> None:  # type
     together, alone = make_engine(folder, 64), make_engine(folder, 1)
     for e in (together, alone):
         e.update_weights(model.named_parameters(), 1)
-    first = together.generate(requests(), PARAMS)
-    assert [d.token_ids for d in alone.generate(requests(), PARAMS)] == [d.token_ids for d in first]
-    backwards = together.generate(requests()[::-1], PARAMS)[::-1]
+    first = generate(together, requests(), PARAMS)
+    assert [d.token_ids for d in generate(alone, requests(), PARAMS)] == [d.token_ids for d in first]
+    backwards = generate(together, requests()[::-1], PARAMS)[::-1]
     assert [d.token_ids for d in backwards] == [d.token_ids for d in first]
-    other = together.generate([GenerateRequest(r.token_ids, r.seed + 99, r.prompt_id) for r in requests()], PARAMS)
+    other = generate(together, [GenerateRequest(r.token_ids, r.seed + 99, r.prompt_id) for r in requests()], PARAMS)
     assert [d.token_ids for d in other] != [d.token_ids for d in first]
 
 
@@ -385,18 +383,24 @@ class StopAfter:
 @pytest.mark.parametrize("looks", [0, 9, 10, 19])
 def test_stop_interrupts_generation_between_tokens(folder: Path, model, looks: int) -> None:  # type: ignore[no-untyped-def]
     """Completed batches are returned. A partial batch is dropped."""
-    reference_engine, done = make_engine(folder, 1), dict[int, Completion]()
+    reference_engine = make_engine(folder, 1)
     stopped = make_engine(folder, 1, StopAfter(looks))
     for engine in (reference_engine, stopped):
         engine.update_weights(model.named_parameters(), 1)
-    answers = reference_engine.generate(requests(), PARAMS)
+    answers = generate(reference_engine, requests(), PARAMS)
+    futures = stopped.submit(requests(), PARAMS)
     with pytest.raises(Interrupted):
-        stopped.generate(requests(), PARAMS, done)
+        stopped.poll(0.0)
+    done = {i: future.result() for i, future in enumerate(futures) if future.done()}
     order = sorted(range(len(answers)), key=lambda i: len(requests()[i].token_ids))
     lengths = [len(answers[i].token_ids) for i in order]
     whole = max(n for n in range(len(order)) if sum(lengths[:n]) <= looks)
     assert [i for i in order if i in done] == order[:whole]
     assert all(done[i] == answers[i] for i in done)
+    stopped.pause("abort")  # returns the other requests without tokens
+    rest = [future.result() for i, future in enumerate(futures) if i not in done]
+    assert len(rest) == len(answers) - whole and all(answer == rest[0] for answer in rest)
+    assert rest[0] == Completion((), (), False, 1, broken_off=True)
 
 
 def test_tokens_are_sampled_with_their_probability(folder: Path, model) -> None:  # type: ignore[no-untyped-def]
@@ -404,7 +408,7 @@ def test_tokens_are_sampled_with_their_probability(folder: Path, model) -> None:
     params = SamplingParams(temperature=1.3, max_new_tokens=1, stop_token_ids=())
     big = make_engine(folder, batch=2000)
     big.update_weights(model.named_parameters(), 1)
-    done = big.generate([GenerateRequest(prompt, seed, prompt_id=0) for seed in range(n)], params)
+    done = generate(big, [GenerateRequest(prompt, seed, prompt_id=0) for seed in range(n)], params)
     counts = torch.bincount(torch.tensor([d.token_ids[0] for d in done]), minlength=VOCAB).double()
     p = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1).double()
     chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
@@ -414,7 +418,7 @@ def test_tokens_are_sampled_with_their_probability(folder: Path, model) -> None:
 
 def test_greedy_sampling_selects_the_most_likely_token(engine: TransformersEngine, model) -> None:  # type: ignore[no-untyped-def]
     params = SamplingParams(temperature=0.7, max_new_tokens=4, stop_token_ids=(), greedy=True)
-    for request, done in zip(requests(), engine.generate(requests(), params), strict=True):
+    for request, done in zip(requests(), generate(engine, requests(), params), strict=True):
         tokens = torch.tensor([request.token_ids + done.token_ids])
         assert tuple(model(tokens).logits[0, len(request.token_ids) - 1 : -1].argmax(-1).tolist()) == done.token_ids
 
@@ -435,9 +439,9 @@ def test_invalid_weight_updates_name_the_tensor(folder: Path, model, change, mes
         engine.update_weights(change(list(model.named_parameters())), 2)
     assert engine.version == 1
     with pytest.raises(RuntimeError, match="no complete set of weights"):
-        engine.generate(requests(1), PARAMS)
+        generate(engine, requests(1), PARAMS)
     engine.update_weights(model.named_parameters(), 2)
-    assert engine.generate(requests(1), PARAMS)[0].weight_version == 2
+    assert generate(engine, requests(1), PARAMS)[0].weight_version == 2
 
 
 def test_seeds_are_distinct_and_stable() -> None:

@@ -17,18 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.environment import SandboxSettings, ToolSettings
-from megappo.environments import system_calls
-from megappo.environments.confinement import confine, landlock_abi, why_not
-from megappo.environments.protocol import ToolResult
+from megappo.config.sections.environment import SandboxSettings, ToolSettings
 from megappo.environments.tool_calling import ToolCalling
-from megappo.environments.tool_pool import ToolPool
+from megappo.environments.tools import system_calls
+from megappo.environments.tools.confinement import confine, landlock_abi, why_not
+from megappo.environments.tools.tool_pool import ToolPool
+from megappo.environments.turns import ToolResult
 from tests.support.hostile import SECRET, HostileTargets
 from tests.support.quick import cases
 
 pytestmark = pytest.mark.waits
 
-PYTHON = {"python": "megappo.environments.mathematics:python"}
+PYTHON = {"python": "megappo.environments.tools.mathematics:python"}
 PROGRAMS = {"python": "code"}
 ABIS = range(3, landlock_abi() + 1)
 needs_landlock = pytest.mark.skipif(bool(why_not()), reason=f"this machine cannot confine programs: {why_not()}")
@@ -186,7 +186,7 @@ def test_file_output_of_programs_is_bounded() -> None:
 
 def test_programs_do_not_run_without_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run unconfined only if the settings allow it. Tools that run no programs of the model stay available."""
-    monkeypatch.setattr("megappo.environments.tool_pool.why_not", lambda: "it is old")
+    monkeypatch.setattr("megappo.environments.tools.tool_pool.why_not", lambda: "it is old")
     environment = ToolCalling(tools=("python",))
     with pytest.raises(ValueError, match=r"'python' runs programs of the model, .* \(it is old\); set .*confined="):
         ToolPool(environment.tools, ToolSettings(), environment.programs)

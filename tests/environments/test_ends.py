@@ -13,21 +13,21 @@ import torch
 from pyarrow import parquet
 
 from megappo.config import load_config
-from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
 from megappo.engines.protocol import Completion
+from megappo.environments.episodes import TooManyFailuresError
 from megappo.environments.metrics import episode_metrics
 from megappo.environments.protocol import LimitReached
-from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
 from megappo.observe.ends import End
 from megappo.observe.saved_samples import read_lines
-from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.experience import trained_tokens
-from megappo.ppo.experience_files import read_samples, write_samples
-from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.ppo.records.experience_files import read_samples, write_samples
+from megappo.ppo.rollout.episodes import keep_episodes, kept_episodes
+from megappo.ppo.rollout.sampling import SampleRequests, finish_rollout
 from megappo.ppo.shaping import RewardShaper
 from megappo.types import Rollouts
-from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, prompts_and_requests, runner
+from tests.support.episodes import PARAMS, TOKENIZER, SayingEngine, episode_pool, prompts_and_requests
 from tests.support.places import BASE
 from tests.support.saved import samples
 
@@ -60,11 +60,11 @@ class RaisesItsOwnLimit:
 def played(environment: Any, **limits: Any) -> Completion:
     """Return the sample of one episode. Each turn has three tokens: `ok` and an end-of-turn token."""
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
-    made = runner(environment, SayingEngine(lambda request: "ok"), **limits)
+    pool = episode_pool(environment, SayingEngine(lambda request: "ok"), **limits)
     try:
-        [completion] = made.generate(*prompts_and_requests(1), params)
+        [completion] = pool.generate(*prompts_and_requests(1), params)
     finally:
-        made.close()
+        pool.close()
     return completion
 
 
@@ -174,28 +174,16 @@ def test_response_end_names_the_truncating_limit(truncated: bool, tokens: int, t
     assert rollouts_of(completion, total).ends == (end,)
 
 
-def test_saved_samples_store_ends_and_read_older_files(tmp_path: Path) -> None:
-    """Older files store `truncated` and the limit of an episode."""
-    saved, path, old = samples((3, 2, 4, 1, 2, 3)), tmp_path / "new.parquet", tmp_path / "old.parquet"
+def test_saved_samples_store_ends(tmp_path: Path) -> None:
+    saved, path = samples((3, 2, 4, 1, 2, 3)), tmp_path / "new.parquet"
     rollouts = saved.experience.scored.rollouts
     write_samples(path, saved, range(6), str)
-    assert read_samples(path).experience.scored.rollouts.ends == rollouts.ends == tuple(End)
+    read = read_samples(path).experience.scored.rollouts
+    assert read.ends == rollouts.ends == tuple(End) and read.episodes is not None and rollouts.episodes is not None
+    ends = [[episode.end for episode in episodes.of_samples] for episodes in (read.episodes, rollouts.episodes)]
+    assert ends[0] == ends[1]
     assert [line.end for line in read_lines(path)] == list(End)
-    table = parquet.read_table(path)
-    assert table.column("truncated").to_pylist() == rollouts.truncated_B.tolist() == [False] * 4 + [True] * 2
-    limits = ["", "", "turns", "calls", "tokens", ""]
-    episodes = [json.loads(text) for text in table.column("episode").to_pylist()]
-    for episode, limit in zip(episodes, limits, strict=True):
-        episode.pop("end")
-        episode["limit"] = limit
-    column = table.column_names.index("episode")
-    older = table.set_column(column, "episode", [[json.dumps(episode) for episode in episodes]])
-    parquet.write_table(older.drop_columns(["end"]), old)
-    expected = [End.COMPLETE, End.COMPLETE, *list(End)[2:5], End.RESPONSE_LIMIT]
-    assert [line.end for line in read_lines(old)] == expected
-    read = read_samples(old).experience.scored.rollouts
-    assert list(read.ends) == expected and read.episodes is not None
-    assert [episode.end for episode in read.episodes.of_samples] == expected
+    assert rollouts.truncated_B.tolist() == [False] * 4 + [True] * 2
 
 
 def test_unknown_end_in_file_is_rejected(tmp_path: Path) -> None:

@@ -15,26 +15,26 @@ import pytest
 import torch
 
 from megappo.config import ConfigError, derive, load_config
-from megappo.config.algorithm import AlgorithmSettings
-from megappo.config.data import DataSourceSettings
-from megappo.config.environment import EnvironmentSettings, ToolSettings
 from megappo.config.schema import RewardSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
+from megappo.config.sections.data import DataSourceSettings
+from megappo.config.sections.environment import EnvironmentSettings, ToolSettings
 from megappo.data.sources import read_records
-from megappo.engines.stopping import StopTexts
 from megappo.environments.chat import ChatTokens
+from megappo.environments.episodes import TooManyFailuresError
 from megappo.environments.guess import GuessNumber, numbers
-from megappo.environments.mathematics import calculate, python
 from megappo.environments.metrics import episode_metrics
 from megappo.environments.registry import make_environment
-from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
 from megappo.environments.tool_calling import ToolCalling
-from megappo.environments.tool_calls import FORMATS, llama3_calls, qwen_calls
-from megappo.environments.tool_pool import ToolPool, ToolResult
+from megappo.environments.tools.mathematics import calculate, python
+from megappo.environments.tools.tool_calls import FORMATS, llama3_calls, qwen_calls
+from megappo.environments.tools.tool_pool import ToolPool, ToolResult
+from megappo.models.stop_texts import StopTexts
 from megappo.observe.ends import End
-from megappo.ppo.episodes import keep_episodes, kept_episodes
 from megappo.ppo.experience import ExperienceMaker
-from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.ppo.rollout.episodes import keep_episodes, kept_episodes
+from megappo.ppo.rollout.sampling import SampleRequests, finish_rollout
 from megappo.rewards.scorer import RewardScorer
 from megappo.runtime.waiting import wait_until
 from megappo.types import Episode, Rollouts, Scored, ToolUse, Turn
@@ -46,8 +46,8 @@ from tests.support.episodes import (
     TOKENIZER,
     PromptEngine,
     SayingEngine,
+    episode_pool,
     prompts_and_requests,
-    runner,
     text_of,
     tokenizer,
 )
@@ -101,16 +101,17 @@ class Echo:
 
 def test_model_sees_observations_and_trains_on_own_tokens() -> None:
     engine = SayingEngine(lambda request: f"t{len(text_of(request.token_ids))}")
-    made = runner(Echo(), engine)
+    pool = episode_pool(Echo(), engine)
     prompts, requests = prompts_and_requests(2)
-    completions = made.generate(prompts, requests, PARAMS)
-    made.close()
+    completions = pool.generate(prompts, requests, PARAMS)
+    pool.close()
     text = text_of(completions[0].token_ids)
     assert text == "t3<|im_end|>you said t3.t27<|im_end|>you said t27.t53<|im_end|>"
     assert [len(round_requests) for round_requests in engine.rounds] == [2, 2, 2]
     for number, round_requests in enumerate(engine.rounds):  # each request starts with the sampled tokens
         assert text_of(round_requests[0].token_ids) == ("go " + text)[: len(text_of(round_requests[0].token_ids))]
         assert (round_requests[0].seed == requests[0].seed) == (number == 0)
+        assert [r.conversation for r in round_requests] == [r.seed for r in requests]
     rollouts = rollouts_of(completions, prompts)
     assert rollouts.episodes is not None
     own = rollouts.response_mask_BR[0]
@@ -136,12 +137,12 @@ def test_single_turn_episode_equals_plain_response() -> None:
             await session.generate()
 
     engine = SayingEngine(lambda request: f"seed {request.seed}")
-    made = runner(Once(), engine)
+    pool = episode_pool(Once(), engine)
     prompts, requests = prompts_and_requests(5)
-    episodes = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
-    made.close()
+    episodes = rollouts_of(pool.generate(prompts, requests, PARAMS), prompts)
+    pool.close()
     plain = rollouts_of([engine.answer(request, PARAMS) for request in requests], prompts)
-    assert [replace(r, max_new_tokens=None) for r in engine.rounds[0]] == requests
+    assert [replace(r, max_new_tokens=None, conversation=None) for r in engine.rounds[0]] == requests
     assert all(map(torch.equal, episodes.sequences, plain.sequences))
     for name in ("engine_logprob_BR", "response_mask_BR", "truncated_B", "group_ids_B", "special_tokens_B"):
         assert torch.equal(getattr(episodes, name), getattr(plain, name)), name
@@ -188,7 +189,7 @@ def test_advantages_of_three_turns_match_manual_calculation() -> None:
 def episodes_of_one(episode: Episode, tokens: int) -> Any:
     """Return the `Episodes` of one sample with the given number of response tokens."""
     from megappo.engines.protocol import Completion
-    from megappo.ppo.episodes import episodes_of
+    from megappo.ppo.rollout.episodes import episodes_of
 
     completion = Completion((5,) * tokens, (0.0,) * tokens, False, 1, episode=episode)
     return episodes_of([completion], torch.ones(1, tokens, dtype=torch.bool), TOKENIZER)
@@ -232,10 +233,10 @@ class Mixed:
 @pytest.mark.parametrize("kind", [SayingEngine, PromptEngine])
 def test_thousand_episodes_with_three_kinds_of_failure(kind: type[SayingEngine]) -> None:
     processes = {process.pid for process in psutil.Process().children(recursive=True)}
-    made = runner(Mixed(), kind(lambda request: "ok"), max_seconds=1.5)
+    pool = episode_pool(Mixed(), kind(lambda request: "ok"), max_seconds=1.5)
     prompts, requests = prompts_and_requests(1000)
     start = time.monotonic()
-    completions = made.generate(prompts, requests, PARAMS)
+    completions = pool.generate(prompts, requests, PARAMS)
     assert time.monotonic() - start < 60
     failures = Counter(c.episode.failure for c in completions if c.episode is not None)
     assert failures == {"": 850, "raised": 50, "hung": 50, "nonsense": 50}
@@ -246,15 +247,15 @@ def test_thousand_episodes_with_three_kinds_of_failure(kind: type[SayingEngine])
     failed = torch.tensor([i % 20 < 3 for i in range(1000)])
     assert torch.equal(~rollouts.response_mask_BR.any(-1), failed) and torch.equal(rollouts.group_ids_B < 0, failed)
     assert len(rollouts.group_ids_B.unique()) == 1000
-    made.close()
+    pool.close()
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= processes
 
 
 def test_too_many_failures_end_the_run() -> None:
-    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0, max_failure_fraction=0.1)
+    pool = episode_pool(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0, max_failure_fraction=0.1)
     with pytest.raises(TooManyFailuresError, match=r"3 of 20 episodes failed, .* the first: raised: KeyError"):
-        made.generate(*prompts_and_requests(20), PARAMS)
-    made.close()
+        pool.generate(*prompts_and_requests(20), PARAMS)
+    pool.close()
 
 
 def test_episodes_do_not_wait_for_slow_turns() -> None:
@@ -273,21 +274,21 @@ def test_episodes_do_not_wait_for_slow_turns() -> None:
 
     deadline = time.monotonic() + 60
     engine = PromptEngine(reply)
-    engine.keeps_requests = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < deadline
-    made = runner(Noted(), engine)
-    made.generate(*prompts_and_requests(100), PARAMS)
-    made.close()
+    engine.is_delayed = lambda request: request.prompt_id == 3 and len(ended) < 99 and time.monotonic() < deadline
+    pool = episode_pool(Noted(), engine)
+    pool.generate(*prompts_and_requests(100), PARAMS)
+    pool.close()
     assert ended_counts == [99, 99, 99] and len(ended) == 100
 
 
 def played(environment: Any, reply: str = "ok", **limits: Any) -> Any:
     """Return the episode of one sample, its tokens as text, and the completion."""
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 200))
-    made = runner(environment, SayingEngine(lambda request: reply), **limits)
+    pool = episode_pool(environment, SayingEngine(lambda request: reply), **limits)
     try:
-        [completion] = made.generate(*prompts_and_requests(1), params)
+        [completion] = pool.generate(*prompts_and_requests(1), params)
     finally:
-        made.close()
+        pool.close()
     return completion.episode, text_of(completion.token_ids), completion
 
 
@@ -449,10 +450,10 @@ def test_episodes_with_no_or_concurrent_turns_are_invalid() -> None:
 @pytest.mark.waits
 def test_failed_episodes_get_the_failure_score() -> None:
     """Other episodes keep the environment's rewards. The score of the reward function is added to the last token."""
-    made = runner(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0)
+    pool = episode_pool(Mixed(), SayingEngine(lambda request: "ok"), max_seconds=1.0)
     prompts, requests = prompts_and_requests(20, answer="ok")
-    rollouts = rollouts_of(made.generate(prompts, requests, PARAMS), prompts)
-    made.close()
+    rollouts = rollouts_of(pool.generate(prompts, requests, PARAMS), prompts)
+    pool.close()
     for function, own in (("environment", 0.0), ("exact", 1.0)):
         scorer = RewardScorer(RewardSettings(function=function, failure_score=-2.0), CPU)
         try:
@@ -491,11 +492,11 @@ class Chatty:
 def test_chat_continues_with_the_template() -> None:
     """The template also closes a turn that `max_turn_tokens` truncated."""
     for most, end in ((None, "Yes.<|im_end|>"), (2, "Ye<|im_end|>")):
-        made = runner(Chatty(), SayingEngine(lambda request: "Yes."), template=CHATML, max_turn_tokens=most)
-        [completion] = made.generate(
+        pool = episode_pool(Chatty(), SayingEngine(lambda request: "Yes."), template=CHATML, max_turn_tokens=most)
+        [completion] = pool.generate(
             *prompts_and_requests(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), PARAMS
         )
-        made.close()
+        pool.close()
         messages = [{"role": "user", "content": text} for text in ("one", "two")]
         rendered = tokenizer(CHATML).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text_of(completion.token_ids) == f"{end}\n{rendered}" + end.removesuffix("<|im_end|>" if most else "")
@@ -506,11 +507,11 @@ def test_chat_continues_with_the_template() -> None:
 def test_template_closes_turn_ended_by_stop_text() -> None:
     """The turn keeps the tokens of the stop text and does not count as truncated."""
     params = replace(PARAMS, stop_texts=StopTexts(("es", "No"), TOKENIZER))
-    made = runner(Chatty(), SayingEngine(lambda request: "Yes. No."), template=CHATML)
-    [completion] = made.generate(
+    pool = episode_pool(Chatty(), SayingEngine(lambda request: "Yes. No."), template=CHATML)
+    [completion] = pool.generate(
         *prompts_and_requests(1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), params
     )
-    made.close()
+    pool.close()
     messages = [{"role": "user", "content": text} for text in ("one", "two")]
     rendered = tokenizer(CHATML).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text_of(completion.token_ids) == f"Yes<|im_end|>\n{rendered}Yes"
@@ -520,9 +521,9 @@ def test_template_closes_turn_ended_by_stop_text() -> None:
 
 def test_total_tokens_of_prompt_and_episode_are_limited() -> None:
     prompts, requests = prompts_and_requests(1)
-    made = runner(Echo(5), SayingEngine(lambda request: "okay"))
-    [completion] = made.generate(prompts, [replace(requests[0], max_new_tokens=33)], PARAMS)
-    made.close()
+    pool = episode_pool(Echo(5), SayingEngine(lambda request: "okay"))
+    [completion] = pool.generate(prompts, [replace(requests[0], max_new_tokens=33)], PARAMS)
+    pool.close()
     assert completion.episode is not None and completion.episode.end is End.POSITION_LIMIT
     # A turn has 5 tokens and its observation 14. After the second turn no tokens are left for a third.
     assert [turn.stop for turn in completion.episode.turns] == [5, 24]
@@ -649,7 +650,7 @@ def test_hostile_tool_calls_leave_no_processes() -> None:
     the next call gets an answer."""
     settings = ToolSettings(workers=2, timeout_seconds=3.0, memory_gigabytes=0.5, processes=8)
     existing = descendants()
-    pool = ToolPool({"python": "megappo.environments.mathematics:python"}, settings)
+    pool = ToolPool({"python": "megappo.environments.tools.mathematics:python"}, settings)
 
     async def call(code: str) -> ToolResult:
         return await pool.call("python", {"code": code})
@@ -677,7 +678,7 @@ def test_worker_of_cancelled_call_serves_the_next() -> None:
     """One worker starts, no matter how many calls were cancelled. A worker that is still starting ends with
     the pool."""
     existing = descendants()
-    pool = ToolPool({"calculator": "megappo.environments.mathematics:calculate"}, ToolSettings(workers=1))
+    pool = ToolPool({"calculator": "megappo.environments.tools.mathematics:calculate"}, ToolSettings(workers=1))
 
     async def cancel_call() -> None:
         call = asyncio.ensure_future(pool.call("calculator", {"expression": "6 * 7"}))
@@ -714,7 +715,7 @@ def test_programs_of_the_model_see_no_secret(monkeypatch: pytest.MonkeyPatch) ->
     variables."""
     for name in ("WANDB_API_KEY", "ANYTHING_ELSE"):
         monkeypatch.setenv(name, "s3cret")
-    python = {"python": "megappo.environments.mathematics:python"}
+    python = {"python": "megappo.environments.tools.mathematics:python"}
 
     def text_of_call(pool: ToolPool, tool: str, **arguments: str) -> str:
         return loop.run(pool.call(tool, arguments)).text
@@ -750,10 +751,10 @@ def test_a_model_calls_tools_and_answers() -> None:
         "It is 42.",
     ]
     answers = iter(replies)
-    made = runner(ToolCalling(tools=BOTH), SayingEngine(lambda request: next(answers)), template=CHATML)
+    pool = episode_pool(ToolCalling(tools=BOTH), SayingEngine(lambda request: next(answers)), template=CHATML)
     prompts, requests = prompts_and_requests(1, "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n")
-    [completion] = made.generate(prompts, requests, replace(PARAMS, max_new_tokens=2000))
-    made.close()
+    [completion] = pool.generate(prompts, requests, replace(PARAMS, max_new_tokens=2000))
+    pool.close()
     text = text_of(completion.token_ids)
     assert "<|im_start|>tool\n42<|im_end|>" in text and "ZeroDivisionError" in text
     assert "there is no tool 'rocket'; there are calculator, python" in text and "python takes one text, code" in text
@@ -766,9 +767,9 @@ def test_a_model_calls_tools_and_answers() -> None:
 def test_guess_environment_returns_hints() -> None:
     answers = iter(["50", "well", "no 25?", "37"])
     engine = SayingEngine(lambda request: next(answers))
-    made = runner(GuessNumber(cost_per_turn=0.125), engine)
-    [completion] = made.generate(*prompts_and_requests(1, answer="37"), PARAMS)
-    made.close()
+    pool = episode_pool(GuessNumber(cost_per_turn=0.125), engine)
+    [completion] = pool.generate(*prompts_and_requests(1, answer="37"), PARAMS)
+    pool.close()
     assert "Lower.well<|im_end|>Say a number.no 25?<|im_end|>Higher.37" in text_of(completion.token_ids)
     assert completion.episode is not None and completion.episode.turns[-1].reward == 1 - 3 * 0.125
     assert len({record["answer"] for record in numbers(highest=20, count=200)}) == 20
@@ -786,10 +787,10 @@ def test_reasoning_gym_task_allows_several_tries() -> None:
     answers = iter(["no idea", wrong, solution, solution])
     arguments = {"tries": 4, "cost_per_turn": 0.125, "feedback": "{score:.1f}?"}
     environment = make_environment(EnvironmentSettings(name="reasoning_gym", arguments=arguments))
-    made = runner(environment, SayingEngine(lambda request: next(answers)))
+    pool = episode_pool(environment, SayingEngine(lambda request: next(answers)))
     [prompt], requests = prompts_and_requests(1)
-    [completion] = made.generate([replace(prompt, metadata=record.metadata)], requests, PARAMS)
-    made.close()
+    [completion] = pool.generate([replace(prompt, metadata=record.metadata)], requests, PARAMS)
+    pool.close()
     episode = completion.episode
     assert episode is not None and not episode.failure, episode
     first, second, third = (turn.reward for turn in episode.turns)
@@ -845,7 +846,7 @@ def test_deeply_nested_tool_answer_fails_its_call() -> None:
     """The program writes into every open file descriptor, next to the tool's own answer. The next call gets
     an answer."""
     code = "import os\nfor n in range(3, 64):\n  try: os.write(n, b'[' * 60000)\n  except OSError: pass\nos._exit(0)"
-    pool = ToolPool({"python": "megappo.environments.mathematics:python"}, ToolSettings(workers=1))
+    pool = ToolPool({"python": "megappo.environments.tools.mathematics:python"}, ToolSettings(workers=1))
     with asyncio.Runner() as loop:
         assert loop.run(pool.call("python", {"code": code})).failure == "died"
         assert loop.run(pool.call("python", {"code": "6 * 7"})).text == "42\n"

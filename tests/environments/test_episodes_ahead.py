@@ -19,14 +19,16 @@ import torch
 
 from megappo.config import load_config
 from megappo.data.cursor import Cursor
-from megappo.engines.protocol import SamplingParams
-from megappo.engines.stopping import StopTexts
+from megappo.engines.protocol import Completion, SamplingParams
+from megappo.engines.requests import RequestTracker
+from megappo.environments.episodes import EpisodePool
 from megappo.environments.loop import WatchedLoop
 from megappo.environments.protocol import Environment
-from megappo.environments.runner import EpisodeRunner
 from megappo.environments.session import Session
 from megappo.errors import Interrupted
-from megappo.ppo.in_flight import InFlight
+from megappo.models.stop_texts import StopTexts
+from megappo.ppo.rollout.sampling import sample_seed
+from megappo.ppo.rollout.scheduler import RolloutScheduler
 from megappo.runtime.waiting import wait_until
 from megappo.types import Rollouts
 from tests.support.episodes import (
@@ -35,8 +37,8 @@ from tests.support.episodes import (
     FlyingEngine,
     PromptEngine,
     SayingEngine,
+    episode_pool,
     prompts_and_requests,
-    runner,
     text_of,
 )
 from tests.support.places import BASE, TINY
@@ -64,19 +66,23 @@ def reply_text(request: Any) -> str:
     return f"t{len(request.token_ids)} {request.seed % 7}"
 
 
+def submitted_and_finished(pool: EpisodePool, count: int, seconds: float) -> list[Completion]:
+    """Return the samples of episodes that run without a waiting caller."""
+    episodes = pool.submit(*prompts_and_requests(count), PARAMS)
+    assert any(episode.answer is None for episode in episodes)
+    assert wait_until(lambda: all(episode.future.done() for episode in episodes), seconds, every_seconds=0.01)
+    return [episode.future.result() for episode in episodes]
+
+
 def test_episodes_run_during_training_with_same_results() -> None:
     """The caller does not wait for the episodes. Every way to play the episodes gives the same results."""
     environment = Turns()
-    made = runner(environment, PromptEngine(reply_text, lambda request: 0.001))
-    prompts, requests = prompts_and_requests(20)
-    pending = made.submit(prompts, requests, PARAMS)
-    assert len(pending.completions) < 20
-    assert wait_until(lambda: len(pending.completions) == 20, 60, every_seconds=0.01)
-    ahead = made.collect(pending)
-    again = made.generate(prompts, requests, PARAMS)
-    made.close()
-    in_rounds = runner(Turns(), SayingEngine(reply_text))
-    expected = in_rounds.generate(prompts, requests, PARAMS)
+    pool = episode_pool(environment, PromptEngine(reply_text, lambda request: 0.001))
+    ahead = submitted_and_finished(pool, 20, 60)
+    again = pool.generate(*prompts_and_requests(20), PARAMS)
+    pool.close()
+    in_rounds = episode_pool(Turns(), SayingEngine(reply_text))
+    expected = in_rounds.generate(*prompts_and_requests(20), PARAMS)
     in_rounds.close()
     assert ahead == again == expected
     for completions in (ahead, again, expected):
@@ -122,11 +128,8 @@ def test_blocking_episode_fails_only_its_own_sample() -> None:
         answered[request.prompt_id, len(request.token_ids)] += 1
         return "ok"
 
-    made = runner(environment, PromptEngine(counted), max_seconds=0.5)
-    prompts, requests = prompts_and_requests(20)
-    pending = made.submit(prompts, requests, PARAMS)
-    assert wait_until(lambda: len(pending.completions) == 20, 100, every_seconds=0.01)
-    completions = made.collect(pending)
+    pool = episode_pool(environment, PromptEngine(counted), max_seconds=0.5)
+    completions = submitted_and_finished(pool, 20, 100)
     failures = [c.episode.failure for c in completions if c.episode is not None]
     assert failures == ["hung" if number % 10 in (3, 5, 7) else "" for number in range(20)]
     texts = {text_of(c.token_ids) for c, failure in zip(completions, failures, strict=True) if not failure}
@@ -134,7 +137,7 @@ def test_blocking_episode_fails_only_its_own_sample() -> None:
     assert set(answered.values()) == {1}  # no turn is generated twice
     spins = environment.spins  # the endless loop has ended; sleeps in C end with the event
     environment.awake.set()
-    made.close()
+    pool.close()
     assert spins == environment.spins
     threads = [t for t in threading.enumerate() if t.name == "megappo-episodes" and t not in existing]
     assert wait_until(lambda: sum(t.is_alive() for t in threads) <= 2, 60, every_seconds=0.01)
@@ -164,19 +167,16 @@ def test_stopped_run_does_not_wait_for_episodes(kind: type[SayingEngine]) -> Non
                 threading.Event().wait(3600)
             return 1.0
 
-    stop, done = LaterStop(), dict[int, Any]()
-    made = runner(Endless(), engine := kind(reply_text), stop=stop, max_seconds=3600.0)
-    prompts, requests = prompts_and_requests(3)
-    if isinstance(engine, PromptEngine):
-        pending = made.submit(prompts, requests, PARAMS)
-        engine.finish_stream(pending.table, pending.stream, PARAMS)
-        assert engine.left == 2
-        done = pending.completions
-    else:
-        with pytest.raises(Interrupted):
-            made.generate(prompts, requests, PARAMS, done)
-    made.close()
-    assert list(done) == [0] and done[0].episode.turns[-1].reward == 1.0
+    stop = LaterStop()
+    pool = episode_pool(Endless(), kind(reply_text, stop=stop), max_seconds=3600.0)
+    episodes = pool.submit(*prompts_and_requests(3), PARAMS)
+    with pytest.raises(Interrupted):
+        while not all(episode.future.done() for episode in episodes):
+            pool.advance(1.0)
+    done = [episode.answer for episode in episodes]
+    pool.close()
+    assert done[1:] == [None, None] and done[0] is not None and done[0].episode is not None
+    assert done[0].episode.turns[-1].reward == 1.0
 
 
 class Impatient:
@@ -199,9 +199,9 @@ class Impatient:
 
 
 def test_cancelled_turn_is_requested_again() -> None:
-    made = runner(Impatient(), PromptEngine(reply_text, lambda request: 0.3))
-    completions = made.collect(made.submit(*prompts_and_requests(3), PARAMS))
-    made.close()
+    pool = episode_pool(Impatient(), PromptEngine(reply_text, lambda request: 0.3))
+    completions = pool.generate(*prompts_and_requests(3), PARAMS)
+    pool.close()
     assert [c.episode and c.episode.failure for c in completions] == ["", "", "raised"]
     assert [text_of(c.token_ids) for c in completions[:2]] == ["t3 6<|im_end|>", "wellt7 0<|im_end|>"]
 
@@ -230,15 +230,19 @@ def in_flight(
     state: Mapping[str, Any] | None = None,
     environment: Environment | None = None,
     params: SamplingParams = PARAMS,
-) -> tuple[InFlight, EpisodeRunner]:
-    """Return the `InFlight` and the runner: two prompts of two samples per step, two steps ahead."""
+) -> tuple[RolloutScheduler, EpisodePool]:
+    """Return the scheduler and the episodes: two prompts of two samples per step, two steps ahead."""
     overrides = ("rollout.ahead=2", "rollout.max_lag=2", "rollout.prompts_per_step=2", f"model.path={TINY}")
     config = load_config(str(BASE), [*overrides, "rollout.samples_per_prompt=2"])
     prompts, _ = prompts_and_requests(20)
+    tracker = RequestTracker(engine, len(TOKENIZER))
+    pool = episode_pool(environment or Turns(2), engine, tracker=tracker, max_failure_fraction=1.0)
     parts: Any = SimpleNamespace(
         config=config,
         engine=engine,
-        episodes=(made := runner(environment or Turns(2), engine, max_failure_fraction=1.0)),
+        requests=tracker,
+        episodes=pool,
+        generation=None,
         cursor=Cursor(len(prompts), 3, False, fingerprint="data"),
         train_prompts=prompts,
         runtime=SimpleNamespace(rank=0, world_size=1),
@@ -251,10 +255,10 @@ def in_flight(
     )
     if state is not None:
         parts.cursor.load_state_dict(state)
-    return InFlight(parts), made
+    return RolloutScheduler(parts), pool
 
 
-def sync(responses: InFlight, engine: FlyingEngine) -> None:
+def sync(responses: RolloutScheduler, engine: FlyingEngine) -> None:
     responses.pause()
     engine.version += 1
     responses.go_on()
@@ -271,7 +275,7 @@ def check(rollouts: Rollouts) -> None:
 
 def test_turns_continue_after_weight_sync() -> None:
     """An interrupted turn continues from its tokens with another seed. Its environment only waits longer."""
-    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"))
+    responses, pool = in_flight(engine := FlyingEngine(lambda request: "okay"))
     several = 0
     for step in range(1, 6):
         rollouts = responses.of_step(step, weights_changed=False)
@@ -284,17 +288,17 @@ def test_turns_continue_after_weight_sync() -> None:
         sync(responses, engine)
         numbers = responses.metrics()
         assert numbers["rollout/dropped"] == numbers["episode/begun_anew"] == 0 and numbers["rollout/partial"] > 0
-    made.close()
+    pool.close()
     assert several
-    seeds = [(number, request.seed) for number, request in engine.sent]
+    seeds = [request.seed for request in engine.sent]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_stop_text_ends_only_the_turn() -> None:
     params = replace(PARAMS, stop_texts=StopTexts(("</a>",), TOKENIZER))
-    responses, made = in_flight(FlyingEngine(lambda request: "okay</a>"), params=params)
+    responses, pool = in_flight(FlyingEngine(lambda request: "okay</a>"), params=params)
     rollouts = responses.of_step(1, weights_changed=False)
-    made.close()
+    pool.close()
     expected = "okay</a>you said okay</a>.okay</a>"
     assert [text_of(s[3:].tolist()) for s in rollouts.sequences] == [expected] * 4
     assert rollouts.episodes is not None
@@ -324,7 +328,7 @@ class CancelsTurn:
 @pytest.mark.parametrize("fails", [False, True])
 def test_observation_without_next_turn_is_dropped(fails: bool) -> None:
     """The dropped tokens have no weight version. From the third step on, first turns have two versions each."""
-    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), environment=CancelsTurn(fails=fails))
+    responses, pool = in_flight(engine := FlyingEngine(lambda request: "okay"), environment=CancelsTurn(fails=fails))
     several = 0
     for step in range(1, 5):
         rollouts = responses.of_step(step, weights_changed=False)
@@ -335,23 +339,27 @@ def test_observation_without_next_turn_is_dropped(fails: bool) -> None:
         responses.forget(step)
         assert wait_until(lambda: engine.has_requests, 60, every_seconds=0.001)
         sync(responses, engine)
-    made.close()
+    pool.close()
     assert several
+    texts = [text_of(request.token_ids) for request in engine.sent]
+    assert any("again" in text for text in texts)
+    assert all(text.endswith("again") for text in texts if "again" in text)  # cancelled turns are not continued
 
 
 @pytest.mark.waits
 def test_resumed_run_keeps_completed_episodes() -> None:
     """Completed episodes are bitwise identical, in the order of their prompts. Other episodes start again."""
-    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay", stuck=(4, 5, 9)))
+    stuck = {sample_seed(load_config(str(BASE)).run.seed, -3, number) for number in (4, 5, 9)}
+    responses, pool = in_flight(engine := FlyingEngine(lambda request: "okay", stuck))
     responses.of_step(1, weights_changed=False)
     responses.forget(1)
     sync(responses, engine)
     before = responses.of_step(2, weights_changed=False)
     responses.pause()
     state, cursor = responses.state_dict(2), responses.cursor_state()
-    under_way = {number for number, _ in engine.sent} & {4, 5, 9}
-    made.close()
-    responses, made = in_flight(engine := FlyingEngine(lambda request: "okay"), cursor)
+    running = {request.conversation for request in engine.sent} & stuck
+    pool.close()
+    responses, pool = in_flight(engine := FlyingEngine(lambda request: "okay"), cursor)
     engine.version = 8
     responses.load_state_dict([state])
     after = responses.of_step(2, weights_changed=False)
@@ -360,9 +368,9 @@ def test_resumed_run_keeps_completed_episodes() -> None:
     assert before.episodes is not None and after.episodes is not None
     assert before.episodes.of_samples == after.episodes.of_samples
     numbers = responses.metrics()
-    assert numbers["episode/begun_anew"] >= len(under_way) > 0
-    assert wait_until(lambda: {number for number, _ in list(engine.sent)} >= under_way, 60.0, every_seconds=0.01)
+    assert numbers["episode/begun_anew"] >= len(running) > 0
+    assert wait_until(lambda: {r.conversation for r in [*engine.sent]} >= running, 60.0, every_seconds=0.01)
     responses.forget(2)
     sync(responses, engine)
     check(responses.of_step(3, weights_changed=False))
-    made.close()
+    pool.close()

@@ -19,21 +19,29 @@ import psutil
 import pytest
 import torch
 
-from megappo.config.environment import EnvironmentSettings
+from megappo.config.sections.environment import EnvironmentSettings
 from megappo.engines.protocol import Completion, GenerateRequest
-from megappo.environments.agent import Agent, AgentError, task_of
+from megappo.environments.episodes import TooManyFailuresError
+from megappo.environments.gateway.agent import Agent, AgentError, task_of
 from megappo.environments.gateway.server import AgentEndpoint
 from megappo.environments.metrics import episode_metrics
 from megappo.environments.registry import make_environment
-from megappo.environments.runner import TooManyFailuresError
 from megappo.environments.session import Session
 from megappo.environments.trajectory import Trajectory
 from megappo.observe.ends import End
-from megappo.ppo.episodes import keep_episodes, kept_episodes
-from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.ppo.rollout.episodes import keep_episodes, kept_episodes
+from megappo.ppo.rollout.sampling import SampleRequests, finish_rollout
 from megappo.runtime.waiting import wait_until
 from megappo.types import CHAT_MESSAGES, Prompt, RoutingShape
-from tests.support.episodes import PARAMS, TOKENIZER, PromptEngine, SayingEngine, prompts_and_requests, runner, text_of
+from tests.support.episodes import (
+    PARAMS,
+    TOKENIZER,
+    PromptEngine,
+    SayingEngine,
+    episode_pool,
+    prompts_and_requests,
+    text_of,
+)
 
 openai = pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's SDK is not installed; it comes with SGLang")
@@ -70,11 +78,11 @@ def played(agent: Any, *replies: str, kind: type[SayingEngine] = SayingEngine, c
     engine = kind(lambda request: next(answers, "on"))
     params = replace(PARAMS, max_new_tokens=limits.pop("max_new_tokens", 400))
     environment = agent if hasattr(agent, "run") else Served(agent)
-    made = runner(environment, engine, template=TEMPLATE, **limits)
+    pool = episode_pool(environment, engine, template=TEMPLATE, **limits)
     try:
-        return made.generate(*prompts_and_requests(count), params), engine
+        return pool.generate(*prompts_and_requests(count), params), engine
     finally:
-        made.close()
+        pool.close()
 
 
 async def asks_openai(endpoint: AgentEndpoint, prompt: Prompt) -> float:
@@ -254,9 +262,9 @@ def test_rewritten_history_starts_a_new_trajectory() -> None:
                 answer = await client.chat.completions.create(model="m", messages=messages)
                 messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
 
-    made = runner(Served(talks), SayingEngine(lambda request: "<think>so</think>yes"), template=forgetful)
-    [completion] = made.generate(*prompts_and_requests(1), PARAMS)
-    made.close()
+    pool = episode_pool(Served(talks), SayingEngine(lambda request: "<think>so</think>yes"), template=forgetful)
+    [completion] = pool.generate(*prompts_and_requests(1), PARAMS)
+    pool.close()
     assert completion.episode is not None and completion.episode.trajectories == 2
     assert "<think>" not in text_of(completion.episode.prompt_ids or ())
 
@@ -316,11 +324,11 @@ def test_cancelled_requests_are_not_recorded() -> None:
         return 1.0
 
     engine = PromptEngine(lambda request: str(len(received)), seconds)
-    made = runner(Served(cancels_requests), engine, template=TEMPLATE)
+    pool = episode_pool(Served(cancels_requests), engine, template=TEMPLATE)
     try:
-        [completion] = made.generate(*prompts_and_requests(1), replace(PARAMS, max_new_tokens=400))
+        [completion] = pool.generate(*prompts_and_requests(1), replace(PARAMS, max_new_tokens=400))
     finally:
-        made.close()
+        pool.close()
     episode = completion.episode
     assert episode is not None and (episode.failure, episode.trajectories, episode.left_out_tokens) == ("", 1, 0)
     assert text_of(completion.token_ids).count("go on") == 1

@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megappo.config.environment import SandboxSettings, ToolSettings
-from megappo.environments.protocol import ToolResult
-from megappo.environments.sandbox import SandboxError
+from megappo.config.sections.environment import SandboxSettings, ToolSettings
 from megappo.environments.tool_calling import ToolCalling
-from megappo.environments.tool_pool import ToolPool
+from megappo.environments.tools.sandbox import SandboxError
+from megappo.environments.tools.tool_pool import ToolPool
+from megappo.environments.turns import ToolResult
 
 pytestmark = pytest.mark.waits
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megappo.config import ConfigError, derive, load_config
-from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
 from megappo.engines.protocol import Completion
+from megappo.ppo.assembly.methods import check_methods
 from megappo.ppo.experience import ExperienceMaker
-from megappo.ppo.methods import check_methods
-from megappo.ppo.sampling import SampleRequests, finish_rollout
+from megappo.ppo.rollout.sampling import SampleRequests, finish_rollout
 from megappo.types import Episode, Prompt, Rollouts, Scored, Turn
 from tests.support.config import SHAPE
 from tests.support.episodes import TOKENIZER

@@ -16,17 +16,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megappo.config import ConfigError, check_run, load_config
-from megappo.config.model_files import read_architecture
 from megappo.families.adapters import LoraShape, RowOrder, adapter_tensors, adapters
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.flops import update_flops
 from megappo.families.parameters import Piece, pieces
 from megappo.families.weights import read_shard
-from megappo.megatron.lora import merged
+from megappo.megatron.layers.lora import merged
+from megappo.models.model_files import read_architecture
+from megappo.plan.bytes.memory import role_memory
 from megappo.plan.inputs import make_setup
-from megappo.plan.memory import role_memory
 from megappo.plan.planner import read_models
-from megappo.ppo.origins import open_origin
+from megappo.ppo.assembly.origins import open_origin
 from megappo.reshard.peft import FreshAdapters, MergedSource, PeftSource, write_peft
 from megappo.reshard.sources import SafetensorsSource
 from megappo_kernels.losses import PolicyInputs
@@ -84,6 +84,25 @@ def peft_logits(base: Path, folder: Path, tokens: Tensor) -> Tensor:
     return logits
 
 
+def merged_logits(base: Path, folder: Path, tokens: Tensor, out: Path) -> Tensor:
+    """Return the logits of transformers with the merged weights of a model and its adapters."""
+    arch = read_architecture(base)
+    lora = shape_of(arch)
+    source = MergedSource(
+        arch, lora, SafetensorsSource(base, arch), PeftSource(folder, arch, lora), False, torch.float32
+    )
+    shutil.copytree(base, out)
+    save_file(dict(source.tensors()), out / "model.safetensors", metadata={"format": "pt"})
+    return plain_logits(out, tokens)
+
+
+def plain_logits(folder: Path, tokens: Tensor) -> Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens).logits
+    return logits
+
+
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_written_adapters_load_with_peft(world: Path, name: str, tmp_path: Path) -> None:
     """PEFT computes the same logits as the merged weights. Transformers stores all experts of a layer in one
@@ -99,16 +118,9 @@ def test_written_adapters_load_with_peft(world: Path, name: str, tmp_path: Path)
     assert original.keys() == written.keys() and all(torch.equal(original[n], written[n]) for n in original)
     tokens = torch.randint(1, arch.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     with_peft = peft_logits(world / name, tmp_path / "written", tokens)
-    base = SafetensorsSource(world / name, arch)
-    tensors = dict(MergedSource(arch, lora, base, source, False, torch.float32).tensors())
-    shutil.copytree(world / name, tmp_path / "merged")
-    save_file(tensors, tmp_path / "merged/model.safetensors", metadata={"format": "pt"})
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    with torch.no_grad():
-        difference = (model(input_ids=tokens).logits - with_peft).abs().max()
-        assert difference < 1e-4
-        plain: Any = AutoModelForCausalLM.from_pretrained(world / name, dtype=torch.float32)
-        assert (plain(input_ids=tokens).logits - with_peft).abs().max() > 0.1
+    merged_weights = merged_logits(world / name, world / f"{name}-peft", tokens, tmp_path / "merged")
+    assert (merged_weights - with_peft).abs().max() < 1e-4
+    assert (plain_logits(world / name, tokens) - with_peft).abs().max() > 0.1
 
 
 def test_partially_loadable_folders_are_not_written(tmp_path: Path) -> None:
@@ -116,21 +128,13 @@ def test_partially_loadable_folders_are_not_written(tmp_path: Path) -> None:
     arch = read_architecture(write_model(tmp_path / "model", "glm4_moe", 3))
     write_adapters(tmp_path / "peft", tmp_path / "model", rank=RANK, alpha=ALPHA, seed=4)
     lora = shape_of(arch)
-    source = PeftSource(tmp_path / "peft", arch, lora)
     assert any(".shared_experts." in n for n in adapter_tensors(arch, lora))
     with pytest.raises(ValueError, match=r"both experts and other .* of a glm4_moe are named gate_proj, up_proj"):
         write_peft(tmp_path / "out", arch, lora, (), "base")
     assert not (tmp_path / "out").exists()
     # PEFT loads such a folder without the adapters of the experts.
     tokens = torch.randint(1, arch.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
-    merged_model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    base = SafetensorsSource(tmp_path / "model", arch)
-    tensors = dict(MergedSource(arch, lora, base, source, False, torch.float32).tensors())
-    shutil.copytree(tmp_path / "model", tmp_path / "merged")
-    save_file(tensors, tmp_path / "merged/model.safetensors", metadata={"format": "pt"})
-    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    with torch.no_grad():
-        expected = merged_model(input_ids=tokens).logits
+    expected = merged_logits(tmp_path / "model", tmp_path / "peft", tokens, tmp_path / "merged")
     assert (peft_logits(tmp_path / "model", tmp_path / "peft", tokens) - expected).abs().max() > 1e-2
     attention = shape_of(arch, ("q_proj", "o_proj"))
     write_peft(tmp_path / "out", arch, attention, (), "base")
@@ -200,8 +204,7 @@ def test_unsupported_folders_are_rejected(world: Path, tmp_path: Path, change: d
 
 
 @pytest.mark.parametrize(
-    "initialisation",
-    [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "loftq"],
+    "initialisation", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "loftq"]
 )
 def test_initialisation_matches_peft_or_is_rejected(tmp_path: Path, initialisation: bool | str) -> None:
     """An accepted folder has the log-probabilities of PEFT. A rejected folder would have different
@@ -272,21 +275,12 @@ def test_weights_and_adapters_are_not_mixed(world: Path) -> None:
         (["actor.lora={rank: 4, alpha: 8, targets: [q_proj, q_proj]}"], "must be all, or a list of different names"),
         (["actor.lora={rank: 4, alpha: 8, targets: [q_prj]}"], "and 'q_proj' is the nearest"),
         (["actor.lora={rank: 400, alpha: 8}"], "actor.lora.rank 400 is above"),
+        (["reference={share_actor_base: true}", KL], "without actor.lora the actor's weights"),
         (
-            ["reference={share_actor_base: true}", KL],
-            "without actor.lora the actor's weights",
-        ),
-        (
-            [
-                "reference={share_actor_base: true, path: configs/models/tiny_arithmetic}",
-                KL,
-            ],
+            ["reference={share_actor_base: true, path: configs/models/tiny_arithmetic}", KL],
             "names other weights; remove one of them",
         ),
-        (
-            ["reference={share_actor_base: true, offload: true}", KL],
-            "so the reference has no weights to offload",
-        ),
+        (["reference={share_actor_base: true, offload: true}", KL], "so the reference has no weights to offload"),
     ],
 )
 def test_invalid_settings_are_rejected(overrides: list[str], sentence: str) -> None:

@@ -17,56 +17,42 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megappo.config import ConfigError, load_config
-from megappo.config.model_files import load_architecture, read_architecture
+from megappo.config.role_models import load_architecture
 from megappo.config.schema import ModelSettings
 from megappo.families import FAMILIES, architecture
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import tensor_shapes
 from megappo.families.rope import rotary, rotary_scales
 from megappo.families.served import Served
+from megappo.models.model_files import read_architecture
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.plan.engines import other_engine
+from megappo.plan.hardware.machines import MACHINES
 from megappo.plan.inputs import Models, make_setup
-from megappo.plan.machines import MACHINES
-from megappo.plan.sizes import model_sizes
-from megappo.ppo.origins import open_origin
+from megappo.ppo.assembly.origins import open_origin
 from megappo.reshard.writer import write_policy
 from megappo_kernels.clamped import ClampedSwiGLU
 from tests.support.models import OWN, write_model
 from tests.support.places import ROOT, TINY
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 131,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "vocab_size": 131, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
 TOKENS = 24
 WINDOW = 7
 SLIDING = {"layer_types": ["sliding_attention"]}
 FULL = {"layer_types": ["full_attention"]}
-UNSCALED = {"rope_type": "default", "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LINEAR_ROPE = {**PLAIN, "rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}
 ON = {"sliding_window": WINDOW, "use_sliding_window": True}
 TRAITS: list[dict[str, Any]] = [
-    {},
-    FULL,
-    SLIDING,
-    {"sliding_window": None},
-    {"sliding_window": WINDOW},
-    ON,
-    ON | {"max_window_layers": 0},
-    ON | SLIDING,
-    ON | FULL,
-    {"sliding_window": None} | SLIDING,
-]
+    {}, FULL, SLIDING, {"sliding_window": None}, {"sliding_window": WINDOW}, ON, ON | {"max_window_layers": 0},
+    ON | SLIDING, ON | FULL, {"sliding_window": None} | SLIDING,
+]  # fmt: skip
 
 
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -126,24 +112,14 @@ def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str)
         ("mistral", SLIDING, "model_type 'ministral' is not supported"),
         ("qwen2", {"layer_types": ["chunked_attention"]}, "layer_types of 'chunked_attention' is not supported"),
         ("llama", {"layer_types": ["linear_attention"]}, "layer_types of 'linear_attention' is not supported"),
-        (
-            "qwen3",
-            MIXED,
-            "layer_types of 'sliding_attention' contradicts the settings that transformers uses",
-        ),
+        ("qwen3", MIXED, "layer_types of 'sliding_attention' contradicts the settings that transformers uses"),
         ("qwen3_moe", ON | MIXED, "layer_types of 'full_attention' contradicts"),
         ("mixtral", {"sliding_window": WINDOW} | MIXED, "layer_types of 'full_attention' contradicts"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        (
-            "qwen2",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
-            "partial_rotary_factor 0.25 is not supported",
-        ),
-        (
-            "qwen3",
-            FULL | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-            "rope_parameters of 'full_attention' are not supported",
-        ),
+        ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+         "partial_rotary_factor 0.25 is not supported"),
+        ("qwen3", FULL | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+         "rope_parameters of 'full_attention' are not supported"),
         ("mistral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("mistral", {"attention_bias": True}, "attention_bias: true is not supported"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias: true is not supported"),
@@ -158,11 +134,7 @@ def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str)
         ("gemma3_text", {"rope_parameters": {"full_attention": YARN}}, "rope type 'yarn' is not supported for this"),
         ("gemma3_text", {"sliding_window": None}, "layer_types of 'sliding_attention' contradicts"),
         ("gemma4_text", {"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input 4 adds embeddings"),
-        (
-            "gemma4_text",
-            {"num_kv_shared_layers": 1},
-            "num_kv_shared_layers 1 adds layers that share keys",
-        ),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 adds layers that share keys"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block True adds experts, which is not"),
         ("gemma4_text", {"attention_k_eq_v": False}, "attention_k_eq_v: false is not supported; use a model with"),
         ("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
@@ -172,16 +144,14 @@ def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str)
         ("gemma4_text", {"layer_types": ["full_attention"] * 2}, "layer_types of only 'full_attention' is not supp"),
         ("gemma4_text", {"layer_types": ["chunked_attention", "full_attention"]}, "layer_types of 'chunked_attention'"),
         ("gemma4_text", {"num_global_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
-        (
-            "gemma4_text",
-            {"rope_parameters": {"sliding_attention": UNSCALED, "full_attention": YARN}},
-            "rope type 'yarn' of full_attention is not supported for this family; use proportional",
-        ),
-        (
-            "gemma4_text",
-            {"per_layer_config": {"1": {"head_dim": 16, "intermediate_size": 16}}},
-            "per_layer_config of intermediate_size is not supported; use a model whose layers differ only in",
-        ),
+        ("gemma4_text", {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN}},
+         "rope type 'yarn' of full_attention is not supported for this family; use proportional"),
+        ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 16, "intermediate_size": 16}}},
+         "per_layer_config of intermediate_size is not supported; use a model whose layers differ only in"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2 with mlp_only_layers"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "use a model with experts in every layer"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of num_experts 8 is not supported"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias: true is not supported"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01 changes the trained policy"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of num_local_experts 8 is not supported"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with silu"),
@@ -219,11 +189,8 @@ def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str)
         ("gpt_oss", {"layer_types": ["chunked_attention"]}, "layer_types of 'chunked_attention' is not supported"),
         ("gpt_oss", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method awq is not supported"),
-        (
-            "gpt_oss",
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "quantization_config of fp8 is not supported for this family; use its plain weights, or those in mxfp4",
-        ),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+         "quantization_config of fp8 is not supported for this family; use its plain weights, or those in mxfp4"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method mxfp4 is not supported"),
         ("qwen3_next", MIXED, "layer_types of 'sliding_attention' is not supported; use a model of lin"),
         ("qwen3_5_text", {"full_attention_interval": 1}, "layer_types of only 'full_attention' is not supported"),
@@ -239,7 +206,7 @@ def test_windows_match_transformers_or_are_rejected(tmp_path: Path, family: str)
         ("llama", {"per_layer_config": {"0": {"intermediate_size": 16}}}, "per_layer_config is not supported"),
         ("llama", {"is_causal": False}, "is_causal: false is not supported"),
     ],
-)
+)  # fmt: skip
 def test_unsupported_fields_are_rejected(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_architecture(written(tmp_path / "m", family, **changes))
@@ -287,11 +254,7 @@ def test_megatron_arguments_of_a_layer(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": YARN}, {}),
         ("mistral", {"sliding_window": WINDOW}, {"window_size": (WINDOW - 1, 0)}),
         ("qwen2", {}, {"add_qkv_bias": True}),
-        (
-            "qwen2",
-            ON | MIXED,
-            {"add_qkv_bias": True, "window_size": (WINDOW - 1, 0), "window_attn_skip_freq": [0, 1]},
-        ),
+        ("qwen2", ON | MIXED, {"add_qkv_bias": True, "window_size": (WINDOW - 1, 0), "window_attn_skip_freq": [0, 1]}),
         ("qwen3", {}, {"qk_layernorm": True}),
         ("mixtral", {}, {**experts, "moe_ffn_hidden_size": 48}),
         ("qwen3_moe", {"norm_topk_prob": True}, {"qk_layernorm": True, **experts}),
@@ -299,12 +262,8 @@ def test_megatron_arguments_of_a_layer(tmp_path: Path) -> None:
             "glm4_moe",
             {"num_hidden_layers": 3, "first_k_dense_replace": 2, "use_qk_norm": False},
             {
-                "add_qkv_bias": True,
-                **experts,
-                "moe_router_topk": 3,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_topk_scaling_factor": 1.5,
-                "moe_layer_freq": [0, 0, 1],
+                "add_qkv_bias": True, **experts, "moe_router_topk": 3, "moe_router_score_function": "sigmoid",
+                "moe_router_topk_scaling_factor": 1.5, "moe_layer_freq": [0, 0, 1],
                 "moe_shared_expert_intermediate_size": 48,
             },
         ),
@@ -313,15 +272,11 @@ def test_megatron_arguments_of_a_layer(tmp_path: Path) -> None:
             "gpt_oss",
             FULL,
             {
-                "add_qkv_bias": True,
-                "add_bias_linear": True,
-                **experts,
-                "moe_ffn_hidden_size": 48,
-                "moe_router_topk": 3,
-                "activation_func": ClampedSwiGLU(1.3, 0.6),
+                "add_qkv_bias": True, "add_bias_linear": True, **experts, "moe_ffn_hidden_size": 48,
+                "moe_router_topk": 3, "activation_func": ClampedSwiGLU(1.3, 0.6),
             },
         ),
-    ]
+    ]  # fmt: skip
     usual = {"window_size": None, "softmax_scale": None, "gated_linear_unit": True, "activation_func": silu}
     for number, (family, changes, expected) in enumerate(cases):
         arch = read_architecture(written(tmp_path / str(number), family, **changes))
@@ -401,10 +356,12 @@ def test_models_without_sglang_support_are_rejected(
         ROOT / "configs/sglang_quickstart.yaml", ["data.max_prompt_tokens=16", "rollout.max_response_tokens=24"]
     )
     if message:
-        with pytest.raises(ConfigError, match="rollout.engine is sglang, but SGL.*; set rollout.engine to tr") as error:
+        served = "rollout.servers.kind is sglang, but SGL.*; set rollout.engine to tr"
+        with pytest.raises(ConfigError, match=served) as error:
             make_setup(config, models, 2, on_cuda=False)
         assert message in str(error.value)
-        other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
+        embedded = config.rollout.model_copy(update={"engine": "transformers", "servers": None})
+        other = config.model_copy(update={"rollout": embedded})
         assert message in other_engine(other, models, MACHINES["cpu"], 2).sentence
         make_setup(other, models, 2, on_cuda=False)
     else:
@@ -416,41 +373,19 @@ def test_models_without_sglang_support_are_rejected(
     [
         ("gemma2", {"rope_parameters": LINEAR_ROPE}, "rope type 'linear'"),
         ("gemma2", {}, ""),
-        (
-            "gemma3_text",
-            {"rope_parameters": {"sliding_attention": LINEAR_ROPE, "full_attention": PLAIN}},
-            "rope type 'linear' of sliding_attention",
-        ),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR_ROPE, "full_attention": PLAIN}},
+         "rope type 'linear' of sliding_attention"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": LINEAR_ROPE}}, ""),
         ("qwen3_next", {"rope_parameters": {**YARN, "attention_factor": 1.5, "partial_rotary_factor": 0.5}}, "by 1.13"),
+        *((family, TIED, "has a separate output layer, but tie_word_embeddings")
+          for family in ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next")),
+        ("gemma2", UNTIED, "uses the embedding as output layer, but tie_word_embeddings"),
+        *((family, TIED, "") for family in ("llama", "mistral", "qwen2", "qwen3", "deepseek_v3", "gemma2")),
+        ("qwen3_moe", UNTIED, ""), ("gemma3_text", UNTIED, ""),
     ],
-)
-def test_unsupported_sglang_ropes_on_gpus(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_unsupported_sglang_models_on_gpus(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     arch = read_architecture(written(tmp_path / "m", family, **changes))
-    problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
-    assert message in problem and bool(message) == bool(problem)
-
-
-@pytest.mark.parametrize(
-    ("family", "tied", "message"),
-    [
-        ("qwen3_moe", True, "has a separate output layer, but tie_word_embeddings"),
-        ("mixtral", True, "has a separate output layer, but tie_word_embeddings"),
-        ("glm4_moe", True, "has a separate output layer, but tie_word_embeddings"),
-        ("qwen3_next", True, "has a separate output layer, but tie_word_embeddings"),
-        ("gemma2", False, "uses the embedding as output layer, but tie_word_embeddings"),
-        ("qwen3_moe", False, ""),
-        ("llama", True, ""),
-        ("mistral", True, ""),
-        ("qwen2", True, ""),
-        ("qwen3", True, ""),
-        ("deepseek_v3", True, ""),
-        ("gemma2", True, ""),
-        ("gemma3_text", False, ""),
-    ],
-)
-def test_unsupported_sglang_output_layers(tmp_path: Path, family: str, tied: bool, message: str) -> None:
-    arch = read_architecture(written(tmp_path / "m", family, tie_word_embeddings=tied))
     problem = arch.declaration.unserved(arch, Served(on_cuda=True, tokens=5))
     assert message in problem and bool(message) == bool(problem)
 

@@ -6,10 +6,10 @@ import pytest
 
 from megappo.checkpoint.changes import tensor_changes
 from megappo.config import ConfigError, derive, load_config
-from megappo.config.model_files import read_architecture
 from megappo.families.adapters import LoraShape
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.frozen import frozen_parameters
+from megappo.models.model_files import read_architecture
 from tests.support.models import write_model
 from tests.support.places import BASE
 
@@ -70,17 +70,14 @@ def test_single_word_equals_a_list() -> None:
     ("family", "freeze", "message"),
     [
         ("qwen3", "[model.layer.0.*]", "'model.layer.0.*' matches no tensor of a qwen3, such as model.layers.0."),
-        (
-            "qwen3",
-            "['*.q_proj.weight']",
-            "q_proj.weight would be frozen and model.layers.0.self_attn.k_proj.weight not",
-        ),
+        ("qwen3", "['*.q_proj.weight']",
+         "q_proj.weight would be frozen and model.layers.0.self_attn.k_proj.weight not"),
         ("qwen3_moe", "['*.experts.1.*']", "some experts of a layer would be frozen and some not; write *"),
         ("qwen3", "['model.layers.2.*']", "all parameters of layer 2 are frozen"),
         ("qwen3", "[attention, attention]", "must be attention, embeddings, or a list of at most 100 different parts"),
         ("qwen3", "3", "'3' matches no tensor of a qwen3"),
     ],
-)
+)  # fmt: skip
 def test_invalid_freeze_values_are_rejected(
     family: str, freeze: str, message: str, archs: dict[str, ArchitectureConfig]
 ) -> None:

@@ -20,22 +20,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
-}
+}  # fmt: skip
 PARTLY_ROTATED = ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 PARTIAL_YARN = {**ROPES["yarn"], "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"tp": 1, "pp": 1},
-    "tp2": {"tp": 2, "pp": 1},
-    "pp2": {"tp": 1, "pp": 2},
-}
+LAYOUTS: dict[str, dict[str, Any]] = {"one": {"tp": 1, "pp": 1}, "tp2": {"tp": 2, "pp": 1}, "pp2": {"tp": 1, "pp": 2}}
 EXTRAS: dict[str, dict[str, Any]] = {
     "sp": {"tp": 2, "pp": 1, "sp": True},
     "vpp": {"tp": 1, "pp": 2, "vpp": 2},
@@ -48,15 +40,11 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 UNEVEN_CHUNKS = {"tp": 1, "pp": 2, "vpp": 2, "chunk_layers": [2, 1, 1, 3], "train": True}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "one": {"tp": 1, "pp": 1},
-    "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
-    "tp2": {"tp": 2, "pp": 1, "sp": True},
+    "one": {"tp": 1, "pp": 1}, "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2}, "tp2": {"tp": 2, "pp": 1, "sp": True},
     "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
-    "vpp2": {"tp": 1, "pp": 2, "vpp": 2, "bucket_bytes": 1 << 30},
-    "uneven": {"tp": 1, "pp": 2, "chunk_layers": [3, 1]},
-    "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
-    "cp2-ep2": {"tp": 1, "pp": 1, "cp": 2, "ep": 2, "train": True},
-}
+    "vpp2": {"tp": 1, "pp": 2, "vpp": 2, "bucket_bytes": 1 << 30}, "uneven": {"tp": 1, "pp": 2, "chunk_layers": [3, 1]},
+    "raw-ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2}, "cp2-ep2": {"tp": 1, "pp": 1, "cp": 2, "ep": 2, "train": True},
+}  # fmt: skip
 RAGGED = [2, 65, 1, 129, 64, 70]
 GLM: dict[str, dict[str, Any]] = {
     "one": {"tp": 1, "pp": 1},
@@ -84,14 +72,10 @@ QWEN3_5: dict[str, dict[str, Any]] = {
     "pp2": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
 }
 # Each case has sinks, windows and biases.
-GPT_OSS: dict[str, dict[str, Any]] = {
-    "one": {"tp": 1, "pp": 1},
-    "tp2": {"tp": 2, "pp": 1, "sp": True},
-    "pp2": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"},
-    "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
+GPT_OSS: dict[str, dict[str, Any]] = {"one": {"tp": 1, "pp": 1}, "tp2": {"tp": 2, "pp": 1, "sp": True},
+    "pp2": {"tp": 1, "pp": 2, "train": True, "recompute": "selective"}, "ep2": {"tp": 1, "pp": 1, "dp": 2, "ep": 2},
     "tp2-ep2": {"tp": 2, "pp": 1, "sp": True, "ep": 2, "train": True, "recompute": "full"},
-    "cp2": {"tp": 1, "pp": 1, "cp": 2, "train": True},
-}
+    "cp2": {"tp": 1, "pp": 1, "cp": 2, "train": True}}  # fmt: skip
 # Queries without a latent and one group of experts, rotation like in other families, and context ranks.
 LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moonlight-tp2": ({"q_lora_rank": None, "n_group": 1, "topk_group": 1}, {"tp": 2, "pp": 1, "sp": True}),
@@ -112,12 +96,9 @@ CONTEXT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral-cp2": ("mistral", {"sliding_window": 7}, {"tp": 1, "pp": 1, "cp": 2, "train": True}),
     "llama-cp3": ("llama", {"num_key_value_heads": 1}, {"tp": 1, "pp": 1, "cp": 3, "recompute": "full", "train": True}),
     "qwen2-cp2-tp2-sp": ("qwen2", {"tie_word_embeddings": True}, {"tp": 2, "pp": 1, "cp": 2, "sp": True}),
-    "qwen3-cp2-pp2": (
-        "qwen3",
-        {**SLIDING, "max_window_layers": 1},
-        {"tp": 1, "pp": 2, "cp": 2, "train": True, "recompute": "selective"},
-    ),
-}
+    "qwen3-cp2-pp2": ("qwen3", {**SLIDING, "max_window_layers": 1},
+        {"tp": 1, "pp": 2, "cp": 2, "train": True, "recompute": "selective"}),
+}  # fmt: skip
 
 # The kernels of CUDA in the interpreter of Triton.
 KERNELS: dict[str, Any] = {"tp": 1, "pp": 1, "train": True, "kernels": True}

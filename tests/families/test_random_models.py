@@ -133,14 +133,11 @@ def check(seeds: Iterable[int], root: Path, most: int = CASES) -> tuple[list[str
             models.append((model, folder, tokens_of(model, model.fields["vocab_size"])))
     requests = [
         {
-            "config": str(BASE),
-            "overrides": overrides_of(model, folder),
-            "tokens": tokens,
-            "responses": [response for _, response in LENGTHS],
-            "out": f"{folder}.safetensors",
+            "config": str(BASE), "overrides": overrides_of(model, folder), "tokens": tokens,
+            "responses": [response for _, response in LENGTHS], "out": f"{folder}.safetensors",
         }
         for model, folder, tokens in models
-    ]
+    ]  # fmt: skip
     results = run_worker("random_models_worker.py", 2, {"cases": requests}) if requests else []
     compared = [
         compare(model, rows, Path(f"{folder}.safetensors"), expected(model, folder, tokens))

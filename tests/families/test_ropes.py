@@ -11,37 +11,29 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES, architecture
 from megappo.families.rope import rope_kinds, rotary, rotary_scales
-from megappo.megatron.rotary import PackedRotary
+from megappo.megatron.layers.rotary import PackedRotary
+from megappo.models.model_files import read_architecture
 from tests.support.models import write_model
 
 POSITIONS = torch.tensor([0, 1, 7, 30, 63])
 TYPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "yarn-factor": {"factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3, "truncate": False},
     "yarn-mscale": {"factor": 2.5, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn-stretch": {"factor": None, "original_max_position_embeddings": 16},
     "dynamic": {"factor": 2.0},
     "longrope": {
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
+        "factor": 2.0, "original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
     },
-}
+}  # fmt: skip
 PARTS = (None, 0.25, 0.5, 0.75, 1.0)
 OWN_ROPES = ("gemma3_text",)
-"""Families with a separate rope for each kind of layer. tests/plan/test_wide_attention.py tests Gemma 4."""
+"""Families with a separate rope for each kind of layer. tests/plan/test_attention_kinds.py tests Gemma 4."""
 
 
 def changed_config(folder: Path, name: str, part: float | None) -> Any:
@@ -145,9 +137,8 @@ def test_base_outside_of_the_rope_is_checked(tmp_path: Path, value: Any) -> None
 @pytest.mark.parametrize("rope", [{"rope_theta": -1.0}, {"rope_theta": "10000"}, {"full_attention": {"rope_theta": 0}}])
 def test_rope_without_a_type_is_the_default_rope(tmp_path: Path, rope: dict[str, Any]) -> None:
     folder = write_model(tmp_path / "model", "qwen3", 1)
-    with pytest.raises(
-        ValueError, match=r"rope_theta of rope_parameters is .*, must be a number above 1 for rope type"
-    ):
+    message = r"rope_theta of rope_parameters is .*, must be a number above 1 for rope type"
+    with pytest.raises(ValueError, match=message):
         read_rope(folder, rope)
 
 
@@ -170,16 +161,10 @@ def test_rope_of_each_layer_type_is_checked(tmp_path: Path, family: str) -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("hidden_size", 0),
-        ("num_attention_heads", -4),
-        ("head_dim", 0),
-        ("intermediate_size", -1),
-        ("vocab_size", 0),
-        ("max_position_embeddings", 0),
-        ("rms_norm_eps", -1e-6),
-        ("initializer_range", -0.02),
+        ("hidden_size", 0), ("num_attention_heads", -4), ("head_dim", 0), ("intermediate_size", -1), ("vocab_size", 0),
+        ("max_position_embeddings", 0), ("rms_norm_eps", -1e-6), ("initializer_range", -0.02),
     ],
-)
+)  # fmt: skip
 def test_sizes_must_be_positive(tmp_path: Path, name: str, value: float) -> None:
     folder = write_model(tmp_path / "model", "qwen3", 1)
     path = folder / "config.json"

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config import ConfigError
-from megappo.config.model_files import read_architecture
 from megappo.families import FAMILIES
-from megappo.ppo.origins import open_origin
+from megappo.models.model_files import read_architecture
+from megappo.ppo.assembly.origins import open_origin
 from tests.support.models import write_model
 
 TOKENS = torch.arange(2, 66)[None]

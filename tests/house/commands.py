@@ -18,13 +18,9 @@ from tests.support.places import ROOT
 ELSEWHERE = {"apptainer", "docker", "ensure_environment", "export", "git", "hf", "mypy", "pip", "pre-commit", "ruff"}
 """Programs and shell functions that are not checked."""
 PLACEHOLDERS = {
-    "CONFIG": "configs/quickstart.yaml",
-    "RUN_DIR": "runs/my-run",
-    "OUT": "out",
-    "FOLDER": "folder",
-    "SHELL": "zsh",
+    "CONFIG": "configs/quickstart.yaml", "RUN_DIR": "runs/my-run", "OUT": "out", "FOLDER": "folder", "SHELL": "zsh",
     "TASK": "gsm8k",
-}
+}  # fmt: skip
 PREFIXES = ("bash ", "launch/", "megappo ", "mpirun ", "python ", "sbatch ", "srun ", "torchrun ")
 
 

@@ -84,11 +84,22 @@ def rooms_table() -> str:
     imported_by = rooms_of("megappo")
     rows = []
     for name in itertools.chain(*room_levels()):
-        docstring = ast.get_docstring(ast.parse((ROOT / "megappo" / name / "__init__.py").read_text())) or ""
-        sentence = " ".join(docstring.split("\n\n")[0].split())
         imported = [room for room in sorted(imported_by.get(name, ())) if (ROOT / "megappo" / room).is_dir()]
-        rows.append([f"[{name}]({name})", sentence, ", ".join(imported) or "no other room"])
+        rows.append([f"[{name}]({name})", _summary(Path(name)), ", ".join(imported) or "no other room"])
     return table(["room", "what is in it", "imports"], rows)
+
+
+def folders_table() -> str:
+    """Return the table of the folders in rooms."""
+    inits = sorted((ROOT / "megappo").glob("*/**/__init__.py"))
+    folders = [path.parent.relative_to(ROOT / "megappo") for path in inits if path.parent.parent != ROOT / "megappo"]
+    return table(["folder", "what is in it"], [[f"[{folder}]({folder})", _summary(folder)] for folder in folders])
+
+
+def _summary(folder: Path) -> str:
+    """Return the first paragraph of the docstring of a folder of megappo."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "megappo" / folder / "__init__.py").read_text())) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
 
 
 def exhaustive_table() -> str:
@@ -118,13 +129,9 @@ def faults_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "configurations": configurations_table,
-    "exhaustive": exhaustive_table,
-    "faults": faults_table,
-    "features": features_table,
-    "picture": rooms_picture,
-    "rooms": rooms_table,
-}
+    "configurations": configurations_table, "exhaustive": exhaustive_table, "faults": faults_table,
+    "features": features_table, "folders": folders_table, "picture": rooms_picture, "rooms": rooms_table,
+}  # fmt: skip
 
 
 def with_current_tables(text: str) -> str:

@@ -39,9 +39,10 @@ import psutil
 from megappo.checkpoint.files import finished, problems
 from megappo.cli import main as megappo
 from megappo.errors import HANG, REQUEUE, USER_ERROR
-from megappo.runtime.store import free_port
+from megappo.network.store import free_port
 from tests.support import nursery  # noqa: F401 - imports the modules of a run once, before the forks
 from tests.support.attempts import assert_same_run
+from tests.support.config import TWO_TURNS
 from tests.support.places import ROOT
 from tests.support.striking import FAULT_MESSAGE, FAULTS, NAP_SECONDS, Fault, Point, strike, trace
 
@@ -66,9 +67,7 @@ _SMALL = (
     "data.validation.limit=4", "logging.tensorboard=false", "checkpoint.every_steps=1", "evaluation.every_steps=1",
 )  # fmt: skip
 _EPISODES = (
-    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
-    "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-    "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
+    *TWO_TURNS,
     "data.validation={source: 'configs/examples/10_tools/lookup.py:keys', limit: 4, options: {held_out: true}}",
 )  # fmt: skip
 RUNS = {
@@ -128,14 +127,9 @@ def run(name: str, folder: Path, fault: Fault | None, *more: str) -> Ended:
     hangs = fault is not None and fault.kind == "hang"
     limits = [f"runtime.phase_timeout_seconds={_limit(name):g}"] if hangs else []
     arguments = [
-        "train",
-        f"configs/{CONFIGURATIONS.get(name, 'quickstart')}.yaml",
-        f"run.directory={folder / 'run'}",
-        *_SMALL,
-        *RUNS[name],
-        *limits,
-        *more,
-    ]
+        "train", f"configs/{CONFIGURATIONS.get(name, 'quickstart')}.yaml", f"run.directory={folder / 'run'}", *_SMALL,
+        *RUNS[name], *limits, *more,
+    ]  # fmt: skip
     context, port = multiprocessing.get_context("fork"), free_port("127.0.0.1")
     ranks = [context.Process(target=rank_main, args=(r, port, arguments, folder, fault)) for r in range(RANKS)]
     for process in ranks:

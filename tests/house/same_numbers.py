@@ -26,11 +26,8 @@ SHORT = ("run.steps=4", "evaluation.every_steps=2", "logging.console=quiet", "ch
 def run(tree: Path, directory: Path, overrides: list[str]) -> None:
     """Run the quickstart of a source tree on two processes, with this Python."""
     environment = os.environ | {
-        "MEGAPPO_PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+        "MEGAPPO_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     arguments = ["2", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT, *overrides]
     subprocess.run([tree / "launch" / "torchrun.sh", *arguments], cwd=tree, env=environment, check=True)
 

@@ -37,8 +37,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megappo.runtime.allocator import with_room_for_frames
 from megappo.runtime.device import share_cores
+from megappo.runtime.memory.allocator import with_room_for_frames
 from tests.house.telling import EventWriter, Outcome, cpu_seconds
 from tests.support import (
     harness,

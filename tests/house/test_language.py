@@ -13,33 +13,10 @@ from tests.support.places import ROOT
 
 BANNED = frozenset(
     [
-        "found",
-        "told",
-        "tell",
-        "said",
-        "say",
-        "given",
-        "gives",
-        "wanted",
-        "held",
-        "holds",
-        "there",
-        "here",
-        "back",
-        "further",
-        "words",
-        "kept",
-        "asked",
-        "ask",
-        "heard",
-        "owed",
-        "owes",
-        "anew",
-        "beside",
-        "likeness",
-        "neighbour",
+        "found", "told", "tell", "said", "say", "given", "gives", "wanted", "held", "holds", "there", "here", "back",
+        "further", "words", "kept", "asked", "ask", "heard", "owed", "owes", "anew", "beside", "likeness", "neighbour",
     ]
-)
+)  # fmt: skip
 """Words that must not be a part of a name between underscores."""
 ALLOWED = ("held_out", "stop_words")
 """Standard terms that contain a banned word."""
@@ -116,15 +93,10 @@ def test_documented_arguments_are_parameters(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "terms"),
     [
-        ("found", {"found"}),
-        ("_told_first", {"told"}),
-        ("HERE", {"here"}),
-        ("held_out_samples", set()),
-        ("stop_words", set()),
-        ("foundation", set()),
-        ("test_held_out_set_is_not_held", {"held"}),
+        ("found", {"found"}), ("_told_first", {"told"}), ("HERE", {"here"}), ("held_out_samples", set()),
+        ("stop_words", set()), ("foundation", set()), ("test_held_out_set_is_not_held", {"held"}),
     ],
-)
+)  # fmt: skip
 def test_banned_terms_are_whole_parts(name: str, terms: set[str]) -> None:
     assert banned_terms(name) == terms
 

@@ -1,9 +1,12 @@
-"""Lock files in launch/locks: versions are within the ranges and the same in all locks, and have hashes."""
+"""Locked versions of all packages, and environments with the extras."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -12,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from megappo.doctor.software import REQUIRED
 from tests.house.lock import ADDED, CHOSEN, EXTRAS, LOCKS, Locked, brought_by_torch, fits, locked, pins
+from tests.house.test_packaging import clean
 from tests.support.places import ROOT
 
 TEXTS = {(kind, python): (LOCKS / f"{kind}-{python}.txt").read_text() for kind, python in CHOSEN}
@@ -57,19 +61,15 @@ def test_all_locks_have_the_same_versions() -> None:
 @pytest.mark.parametrize(
     ("tag", "x86_64", "aarch64"),
     [
-        ("py3-none-any", True, True),
-        ("py2.py3-none-any", True, True),
+        ("py3-none-any", True, True), ("py2.py3-none-any", True, True),
         ("cp311-cp311-manylinux_2_28_x86_64", True, False),
         ("cp311-cp311-manylinux_2_17_aarch64.manylinux2014_aarch64", False, True),
-        ("cp39-abi3-manylinux_2_28_x86_64", True, False),
-        ("cp39-cp39-manylinux_2_28_x86_64", False, False),
-        ("cp312-cp312-manylinux_2_28_x86_64", False, False),
-        ("cp312-abi3-manylinux_2_28_x86_64", False, False),
-        ("cp311-cp311-musllinux_1_2_x86_64", False, False),
-        ("cp311-cp311-macosx_11_0_arm64", False, False),
+        ("cp39-abi3-manylinux_2_28_x86_64", True, False), ("cp39-cp39-manylinux_2_28_x86_64", False, False),
+        ("cp312-cp312-manylinux_2_28_x86_64", False, False), ("cp312-abi3-manylinux_2_28_x86_64", False, False),
+        ("cp311-cp311-musllinux_1_2_x86_64", False, False), ("cp311-cp311-macosx_11_0_arm64", False, False),
         ("py2-none-any", False, False),
     ],
-)
+)  # fmt: skip
 def test_wheels_of_other_platforms_are_excluded(tag: str, x86_64: bool, aarch64: bool) -> None:
     assert tuple(any(fits(t, "3.11", m) for t in parse_tag(tag)) for m in ("x86_64", "aarch64")) == (x86_64, aarch64)
 
@@ -105,3 +105,67 @@ triton==3
     # via torch
 """
     assert brought_by_torch(text) == {"torch", "triton", "nvidia-cublas", "nvidia-cudnn"}
+
+
+OPTIONAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+BUILT_ON_GPUS = {"te"}
+"""Extras that need the CUDA compiler. Only the availability of their packages is tested."""
+PROGRAM = (
+    "import importlib.metadata as metadata, megappo.api, megappo.cli\n"
+    "from packaging.requirements import Requirement\n"
+    "for line in {requirements!r}:\n"
+    "    requirement = Requirement(line)\n"
+    "    if requirement.marker is None or requirement.marker.evaluate():\n"
+    "        assert requirement.specifier.contains(metadata.version(requirement.name), prereleases=True), line\n"
+)
+
+
+def pip(python: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip the tests if no package index is available."""
+    to = str(tmp_path_factory.mktemp("index"))
+    download = pip(sys.executable, "download", "--no-deps", "--no-cache-dir", "-d", to, "packaging")
+    if download.returncode:
+        pytest.skip(f"no package index can be reached: {download.stderr.splitlines()[-1]}")
+
+
+@pytest.mark.waits
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("index")
+@pytest.mark.parametrize("extra", sorted(set(OPTIONAL) - BUILT_ON_GPUS))
+def test_extra_installs(extra: str, tmp_path: Path) -> None:
+    """The installed packages are compatible and within the ranges of the extra, and megappo can be imported."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    done = pip(python, "install", "--no-cache-dir", f"{ROOT}[{extra}]")
+    clean()
+    assert done.returncode == 0, done.stderr
+    fits = pip(python, "check")
+    assert fits.returncode == 0, fits.stdout
+    program = PROGRAM.format(requirements=OPTIONAL[extra])
+    ran = subprocess.run(
+        [str(python), "-c", program], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    done = pip(python, "uninstall", "--yes", "torch")  # this frees most of the disk space
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.waits
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("index")
+@pytest.mark.parametrize("extra", sorted(BUILT_ON_GPUS))
+def test_extra_with_cuda_code_is_available(extra: str, tmp_path: Path) -> None:
+    """The index has the versions that the extra requires."""
+    wheels = [line.replace("pytorch,", "").replace(",pytorch", "").replace("[pytorch]", "") for line in OPTIONAL[extra]]
+    arguments = ["install", "--dry-run", "--ignore-installed", "--no-cache-dir", "--target", str(tmp_path), *wheels]
+    done = pip(sys.executable, *arguments)
+    assert done.returncode == 0, done.stderr

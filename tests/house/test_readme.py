@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import json
 import re
@@ -23,7 +22,7 @@ from megappo.config.schema import CheckpointSettings, Config
 from megappo.observe.metric_docs import METRICS
 from tests.house.commands import assert_is_read, blocks, check_command, commands, inline_code
 from tests.house.documents import documents, with_current_tables
-from tests.support.places import ROOT
+from tests.support.places import QUICKSTART, ROOT
 
 DOCUMENTS = documents()
 CURRENT = [path for path in DOCUMENTS if path.parent.name != "results"]
@@ -130,24 +129,14 @@ def test_named_settings_and_metrics_exist(path: Path) -> None:
             assert code in METRICS, code
 
 
-def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge the settings in `more` into a copy of `base`."""
-    result = copy.deepcopy(base)
-    for key, value in more.items():
-        inner = result.get(key)
-        result[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return result
-
-
 @every(CURRENT)
 def test_examples_of_settings_and_data_are_valid(path: Path, tmp_path: Path) -> None:
-    """An example without the section `run` is merged into the quickstart."""
-    quickstart = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    """An example without the section `run` replaces settings of the quickstart."""
     for block in blocks(path.read_text(), "yaml"):
-        shown = yaml.safe_load(block)
-        whole = tmp_path / "example.yaml"
-        whole.write_text(block if "run" in shown else yaml.safe_dump(merged(quickstart, shown)))
-        load_config(whole, [])
+        example = tmp_path / "example.yaml"
+        example.write_text(block)
+        files = [example] if "run" in yaml.safe_load(block) else [QUICKSTART, example]
+        load_config(files[0], [str(path) for path in files[1:]])
     for block in blocks(path.read_text(), "json"):
         assert all(isinstance(json.loads(line), dict) for line in block.splitlines())
 

@@ -29,13 +29,10 @@ from megappo_kernels.whiten import masked_whiten_stats
 SIZES = (1, 2, 3, 4, 7, 15, 16, 17, 32, 33, 50, 64, 100, 127, 128, 129, 200, 256, 257)
 FEATURES, VOCABULARY = 32, 1792
 KERNELS: dict[Any, tuple[str, ...]] = {
-    rows: ("statistics_kernel", "gradient_kernel"),
-    head: ("fused_kernel",),
-    objectives: ("objective_kernel",),
-    gpu_gae: ("gae_kernel",),
-    whiten: ("whiten_kernel",),
+    rows: ("statistics_kernel", "gradient_kernel"), head: ("fused_kernel",), objectives: ("objective_kernel",),
+    gpu_gae: ("gae_kernel",), whiten: ("whiten_kernel",),
     layers: ("swiglu_kernel", "swiglu_gradient_kernel", "rotation_kernel"),
-}
+}  # fmt: skip
 
 
 class CountingKernel:

@@ -54,7 +54,7 @@ def test_checksum_does_not_import_sglang() -> None:
     """The import of SGLang takes seconds and fails if transformers 5.17 finds no torchvision."""
     program = """
 import sys, torch
-from megappo.engines.sglang.fingerprint import fingerprint
+from megappo.engines.sglang.weights.fingerprint import fingerprint
 torch.Tensor.is_cuda = True
 print(fingerprint([torch.arange(5.0)]), [name for name in sys.modules if name.startswith("sglang")])
 """

@@ -18,17 +18,9 @@ from megappo_kernels.gpu.head import Tile, tile_for
 from tests.support.places import ROOT
 
 KERNELS = {
-    "statistics_kernel",
-    "gradient_kernel",
-    "fused_kernel",
-    "objective_kernel",
-    "gae_kernel",
-    "whiten_kernel",
-    "swiglu_kernel",
-    "swiglu_gradient_kernel",
-    "rotation_kernel",
-    "checksum_kernel",
-}
+    "statistics_kernel", "gradient_kernel", "fused_kernel", "objective_kernel", "gae_kernel", "whiten_kernel",
+    "swiglu_kernel", "swiglu_gradient_kernel", "rotation_kernel", "checksum_kernel",
+}  # fmt: skip
 
 
 def compiled(

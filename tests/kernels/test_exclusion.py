@@ -1,4 +1,4 @@
-"""Rows with excluded tokens, as in sampling below a minimum length, compared with float64."""
+"""Rows with excluded tokens, as in sampling below a minimum length, and statistics of rows, compared with float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megappo_kernels.lm_head import linear_logprob
 from megappo_kernels.losses import PolicyInputs
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.ppo_head import ppo_head_loss
-from megappo_kernels.rows import Exclusion
+from megappo_kernels.rows import Exclusion, Scaling, empty_statistics, logprob_and_entropy, merge_parts
+from megappo_kernels.softmax import update_statistics
 from tests.support.kernels import Head, head, policy_inputs, relative
 from tests.support.oracles import kernels as reference
 
@@ -95,16 +96,10 @@ def test_loss_of_restricted_rows_is_exact(backend: str, softcap: float | None, p
     objective = PolicyObjective(policy_loss=policy_loss, entropy_coef=0.01)
     with use_backend(backend):  # type: ignore[arg-type]
         mine = ppo_head_loss(
-            case.hidden,
-            case.weight,
-            case.labels,
+            case.hidden, case.weight, case.labels,
             PolicyInputs(**{**inputs, "sequences": sequences} if sequences is not None else inputs),
-            objective=objective,
-            temperature=TEMPERATURE,
-            softcap=softcap,
-            valid_vocab=VOCAB,
-            exclusion=exclusion,
-        )
+            objective=objective, temperature=TEMPERATURE, softcap=softcap, valid_vocab=VOCAB, exclusion=exclusion,
+        )  # fmt: skip
     mine.loss.backward()
     counted = exact_inputs.mask & (exact_inputs.weights != 0)
     torch.testing.assert_close(mine.logprob_T[counted].double(), true_logprob[counted], rtol=1e-5, atol=1e-4)
@@ -116,3 +111,30 @@ def test_loss_of_restricted_rows_is_exact(backend: str, softcap: float | None, p
         assert abs(float(mine.loss - truth)) < 1e-4 * max(1.0, abs(float(truth)))
         for got, expected_gradient in zip(case.gradients(), exact.gradients(), strict=True):
             assert relative(got, expected_gradient) < 1e-4
+
+
+def test_vocabulary_parts_merge_exactly() -> None:
+    """The parts have distant logits and different sizes, and one part has only padding."""
+    g = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(9, 20, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, 20, (9,), generator=g)
+    parts = []
+    for first, last in ((0, 3), (3, 19), (19, 20), (20, 20)):
+        parts.append(empty_statistics(9, logits))
+        if last > first:
+            update_statistics(
+                parts[-1], logits[:, first:last].clone(), labels - first, Scaling(1.0, None), entropy=True, triton=False
+            )
+    logprob, entropy = logprob_and_entropy(merge_parts(torch.stack(parts)), entropy=True)
+    true_logprob, true_entropy = reference.logits_logprob(logits, labels)
+    torch.testing.assert_close(logprob, true_logprob)
+    torch.testing.assert_close(entropy, true_entropy)
+
+
+def test_rounding_keeps_probabilities_at_most_one() -> None:
+    """If rounding makes the sum of exponentials smaller than 1, the token has probability 1 and no entropy."""
+    almost = 1.0 - 2.0**-24
+    stats_4T = torch.tensor([[3.0], [almost], [1e-7], [3.0]])
+    assert float(torch.log(stats_4T[1])) < 0
+    logprob_T, entropy_T = logprob_and_entropy(stats_4T, entropy=True)
+    assert (logprob_T.tolist(), entropy_T.tolist()) == ([0.0], [0.0])

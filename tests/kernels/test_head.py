@@ -23,8 +23,6 @@ from megappo_kernels.logits import logits_logprob
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.ppo_head import ppo_head_loss
-from megappo_kernels.rows import Scaling, empty_statistics, logprob_and_entropy, merge_parts
-from megappo_kernels.softmax import update_statistics
 from tests.support.kernels import KINDS, Head, Rounding, head, policy_inputs, relative
 from tests.support.oracles import kernels as reference
 from tests.support.quick import cases
@@ -415,54 +413,19 @@ def test_forward_does_not_store_the_logits() -> None:
     assert 0 < largest_bytes <= 4 * 64 * 1024 < 0.02 * 4 * 64 * 60_000
 
 
-def test_vocabulary_parts_merge_exactly() -> None:
-    """The parts have distant logits and different sizes, and one part has only padding."""
-    g = torch.Generator().manual_seed(0)
-    logits = 30 * torch.randn(9, 20, generator=g, dtype=torch.float64)
-    labels = torch.randint(0, 20, (9,), generator=g)
-    parts = []
-    for first, last in ((0, 3), (3, 19), (19, 20), (20, 20)):
-        parts.append(empty_statistics(9, logits))
-        if last > first:
-            update_statistics(
-                parts[-1], logits[:, first:last].clone(), labels - first, Scaling(1.0, None), entropy=True, triton=False
-            )
-    logprob, entropy = logprob_and_entropy(merge_parts(torch.stack(parts)), entropy=True)
-    true_logprob, true_entropy = reference.logits_logprob(logits, labels)
-    torch.testing.assert_close(logprob, true_logprob)
-    torch.testing.assert_close(entropy, true_entropy)
-
-
-def test_group_of_one_rank_is_none() -> None:
+def test_group_of_one_rank_is_none(world_of_one: None) -> None:
     """One rank has the whole vocabulary, so no communication is needed."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert vocabulary_range(40, dist.group.WORLD, 37) == vocabulary_range(40, None, 37) == (None, 0, 37)
-    finally:
-        dist.destroy_process_group()
+    assert vocabulary_range(40, dist.group.WORLD, 37) == vocabulary_range(40, None, 37) == (None, 0, 37)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"temperature": torch.ones(3)}, r"temperature has shape \(3,\)"),
-        ({"softcap": -1.0}, "softcap is -1.0"),
-        ({"valid_vocab": 51}, "valid_vocab is 51"),
-        ({"hidden_TH": torch.zeros(4, 9)}, r"hidden has shape \(4, 9\), must be \(4, 8\)"),
-        ({"weight_VH": torch.zeros(50, 8).bfloat16()}, "must be one type"),
-    ],
-)
+    [({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": torch.ones(3)}, r"temperature has shape \(3,\)"),
+     ({"softcap": -1.0}, "softcap is -1.0"), ({"valid_vocab": 51}, "valid_vocab is 51"),
+     ({"hidden_TH": torch.zeros(4, 9)}, r"hidden has shape \(4, 9\), must be \(4, 8\)"),
+     ({"weight_VH": torch.zeros(50, 8).bfloat16()}, "must be one type")],
+)  # fmt: skip
 def test_invalid_arguments_are_rejected(change: dict[str, object], message: str) -> None:
     arguments = {"hidden_TH": torch.zeros(4, 8), "weight_VH": torch.zeros(50, 8), "labels_T": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=message):
         linear_logprob(**(arguments | change))  # type: ignore[arg-type]
-
-
-def test_rounding_keeps_probabilities_at_most_one() -> None:
-    """If rounding makes the sum of exponentials smaller than 1, the token has probability 1 and no entropy."""
-    almost = 1.0 - 2.0**-24
-    stats_4T = torch.tensor([[3.0], [almost], [1e-7], [3.0]])
-    assert float(torch.log(stats_4T[1])) < 0
-    logprob_T, entropy_T = logprob_and_entropy(stats_4T, entropy=True)
-    assert (logprob_T.tolist(), entropy_T.tolist()) == ([0.0], [0.0])

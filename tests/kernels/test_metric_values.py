@@ -32,24 +32,17 @@ class Token(NamedTuple):
 
 
 UPDATES = [
+    [Token(0.0, 1.0), Token(0.5, 1.0, importance=1.5, entropy=0.25),
+     Token(0.5, -1.0, importance=0.5, weight=0.25, ref=-2.0), Token(-0.5, 1.0, new=-0.75, nll=0.3, sequence=1),
+     Token(-0.5, -2.0, importance=2.0, sequence=1)],
     [
-        Token(0.0, 1.0),
-        Token(0.5, 1.0, importance=1.5, entropy=0.25),
-        Token(0.5, -1.0, importance=0.5, weight=0.25, ref=-2.0),
-        Token(-0.5, 1.0, new=-0.75, nll=0.3, sequence=1),
-        Token(-0.5, -2.0, importance=2.0, sequence=1),
-    ],
-    [
-        Token(2.0, -1.0, entropy=1.0, sequence=2),
-        Token(1.5, 0.0, importance=0.25, weight=0.5, sequence=2),
-        Token(-1.5, 0.0, new=-0.25, ref=-3.0, sequence=2),
-        Token(25.0, -1.0, importance=1.25, new=-0.125, sequence=2),
-        Token(-25.0, 1.0, new=-27.0, sequence=3),
-        Token(25.0, 1.0, new=-0.5, sequence=3),
+        Token(2.0, -1.0, entropy=1.0, sequence=2), Token(1.5, 0.0, importance=0.25, weight=0.5, sequence=2),
+        Token(-1.5, 0.0, new=-0.25, ref=-3.0, sequence=2), Token(25.0, -1.0, importance=1.25, new=-0.125, sequence=2),
+        Token(-25.0, 1.0, new=-27.0, sequence=3), Token(25.0, 1.0, new=-0.5, sequence=3),
         Token(-25.0, -1.0, new=-26.0, ref=-27.0, sequence=3),
         Token(3.5, -0.5, new=-0.0625, importance=0.75, sequence=3),
     ],
-]
+]  # fmt: skip
 """Two minibatches of a step. Ratios are inside and outside of each band, and some differences exceed 20 nats."""
 
 
@@ -152,8 +145,8 @@ LOSSES: dict[str, tuple[Callable[[Token, float], Expected], dict[str, float]]] =
     "cispo": (cispo, {"band_low": 0.5, "band_high": 4.0}),
     "gspo": (gspo, {"band_low": 0.1, "band_high": 0.2}),
     "sapo": (sapo, {}),
-    "dppo_tv": (dppo_tv, {"band_low": 0.1, "band_high": 0.2, "weight_cap": 3.0}),
-    "dppo_kl": (dppo_kl, {"band_low": 0.1, "band_high": 0.2, "weight_cap": 3.0}),
+    "dppo_tv": (dppo_tv, {"band_low": 0.1, "band_high": 0.2, "band_cap": 3.0}),
+    "dppo_kl": (dppo_kl, {"band_low": 0.1, "band_high": 0.2, "band_cap": 3.0}),
 }
 
 
@@ -185,21 +178,13 @@ def expected_metrics(name: str) -> dict[str, float]:
         "nll_loss": -sum(t.nll * t.new for t in tokens) / 2,
     }
     return {
-        **terms,
-        "loss": sum(terms.values()),
-        "clipfrac": np.mean([e.below or e.above for e in expected]),
-        "clipfrac_lower": np.mean([e.bounded for e in expected]),
-        "ppo_kl": -np.mean([near(t.gap) for t in tokens]),
-        "ppo_kl_k3": np.mean(ratios - 1 - np.log(ratios)),
-        "ratio": ratios.mean(),
-        "ratio_max": ratios.max(),
-        "entropy": np.mean([t.entropy for t in tokens]),
-        "masked_below": np.mean([e.below for e in expected]),
-        "masked_above": np.mean([e.above for e in expected]),
-        "band_position": np.mean([e.position for e in expected]),
-        "effective_sample_size": w.sum() ** 2 / (len(w) * (w**2).sum()),
-        "ref_kl": np.mean(np.minimum(k3, 10.0)),
-    }
+        **terms, "loss": sum(terms.values()), "clipfrac": np.mean([e.below or e.above for e in expected]),
+        "clipfrac_lower": np.mean([e.bounded for e in expected]), "ppo_kl": -np.mean([near(t.gap) for t in tokens]),
+        "ppo_kl_k3": np.mean(ratios - 1 - np.log(ratios)), "ratio": ratios.mean(), "ratio_max": ratios.max(),
+        "entropy": np.mean([t.entropy for t in tokens]), "masked_below": np.mean([e.below for e in expected]),
+        "masked_above": np.mean([e.above for e in expected]), "band_position": np.mean([e.position for e in expected]),
+        "effective_sample_size": w.sum() ** 2 / (len(w) * (w**2).sum()), "ref_kl": np.mean(np.minimum(k3, 10.0)),
+    }  # fmt: skip
 
 
 def computed(name: str, update: list[Token], dtype: torch.dtype) -> tuple[Loss, torch.Tensor]:
@@ -211,14 +196,10 @@ def computed(name: str, update: list[Token], dtype: torch.dtype) -> tuple[Loss, 
     logprob = column("new").requires_grad_()
     inputs = PolicyInputs(
         old_logprob=torch.tensor([*(t.new - t.gap for t in update), math.inf], dtype=dtype),
-        advantages=column("advantage"),
-        weights=column("weight"),
-        mask=torch.tensor([True] * len(update) + [False]),
-        ref_logprob=column("ref"),
-        importance_weights=column("importance"),
-        nll_weights=column("nll"),
+        advantages=column("advantage"), weights=column("weight"), mask=torch.tensor([True] * len(update) + [False]),
+        ref_logprob=column("ref"), importance_weights=column("importance"), nll_weights=column("nll"),
         sequences=torch.tensor([*(t.sequence for t in update), 9]),
-    )
+    )  # fmt: skip
     objective = PolicyObjective(policy_loss=name, entropy_coef=0.1, kl_coef=0.2, **LOSSES[name][1])  # type: ignore[arg-type]
     out = ppo_token_loss(logprob=logprob, entropy=column("entropy"), inputs=inputs, objective=objective)
     return out, torch.autograd.grad(out.loss, logprob)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,27 +10,23 @@ import torch
 from torch import Tensor
 
 from megappo.config import ConfigError, load_config
-from megappo.ppo.methods import find_objective
+from megappo.config.fields import find_field
+from megappo.config.sections.algorithm import AlgorithmSettings
+from megappo.ppo.assembly.methods import find_objective
+from megappo.ppo.reports.advice import Advisor, advice_text
 from megappo_kernels.backend import use_backend
 from megappo_kernels.blocks import CHUNK_BYTES
 from megappo_kernels.losses import PolicyInputs, ppo_token_loss
 from megappo_kernels.metrics import shown
 from megappo_kernels.objectives import PolicyObjective
 from megappo_kernels.ppo_head import ppo_head_loss
-from megappo_kernels.surrogates import BANDS
+from megappo_kernels.surrogates import POLICY_LOSSES, BuiltinLoss, LossSettings
 from tests.support.kernels import head, policy_inputs, relative
 from tests.support.oracles import algorithm
 from tests.support.oracles import kernels as reference
-from tests.support.places import BASE
+from tests.support.oracles.policy_losses import CASES
+from tests.support.places import BASE, ROOT
 
-NARROW: dict[str, dict[str, Any]] = {
-    "dis": {"band_low": 0.2, "band_high": 0.3},
-    "cispo": {"band_low": 0.3, "band_high": 0.2},
-    "gspo": {"band_low": 0.1, "band_high": 0.1},
-    "sapo": {},
-    "dppo_tv": {"band_low": 0.001, "band_high": 0.002, "weight_cap": 1.5},
-    "dppo_kl": {"band_low": 5e-5, "band_high": 1e-4},
-}
 LENGTHS = (1, 9, 30, 4)
 SEQUENCES = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
 
@@ -85,7 +82,7 @@ def test_tokens_are_masked_by_change_of_probability() -> None:
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     for name, change in (("dppo_tv", tv), ("dppo_kl", kl)):
         for factor, above in ((1.01, 0.0), (0.99, 0.25)):
-            slopes, metrics = losses(name, ratios, advantages, band_low=0.9, band_high=factor * change, weight_cap=4.0)
+            slopes, metrics = losses(name, ratios, advantages, band_low=0.9, band_high=factor * change, band_cap=4.0)
             assert slopes == pytest.approx([-4.0 if not above else 0.0, 4.0, -0.25, 0.25])
             assert metrics["masked_above"] == above and metrics["clipfrac_lower"] == 0
     assert old[2] > 0.5, "a decrease must be masked if the advantage is negative"
@@ -123,10 +120,11 @@ def test_token_gspo_equals_sequence_gspo_for_equal_advantages() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", CASES)
 def test_band_losses_in_the_output_layer(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks split sequences. Some tokens are masked with garbage, and some tokens have no weight."""
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 6 * 150 * 16)
+    options: dict[str, Any] = CASES[name][1]
     case = head("random", torch.float32, rows=sum(LENGTHS), features=16, vocab=150)
     exact = case.exact()
     logprob, entropy = reference.linear_logprob(exact.hidden, exact.weight, exact.labels)
@@ -134,18 +132,19 @@ def test_band_losses_in_the_output_layer(name: str, backend: str, monkeypatch: p
     exact_inputs["weights"][3::5], exact_inputs["sequences"] = 0.0, SEQUENCES
     narrow = {n: x.float() if x.is_floating_point() else x for n, x in exact_inputs.items()}
     with use_backend(backend):  # type: ignore[arg-type]
-        objective = PolicyObjective(policy_loss=name, **NARROW[name])
+        objective = PolicyObjective(policy_loss=name, **options)
         out = ppo_head_loss(case.hidden, case.weight, case.labels, PolicyInputs(**narrow), objective=objective)
     out.loss.backward()
     exact_inputs["mask"] = exact_inputs["mask"] & (exact_inputs["weights"] != 0)
-    truth = algorithm.policy_loss(logprob=logprob, entropy=entropy, policy_loss=name, **exact_inputs, **NARROW[name])  # type: ignore[arg-type]
+    truth = algorithm.policy_loss(logprob=logprob, entropy=entropy, policy_loss=name, **exact_inputs, **options)  # type: ignore[arg-type]
     truth.loss.backward()
     assert out.loss.item() == pytest.approx(truth.loss.item(), abs=1e-6)
     for mine, true in zip(case.gradients(), exact.gradients(), strict=True):
         assert relative(mine, true) < 1e-5
     for metric in ("masked_below", "masked_above", "token_weight.mean", "token_weight.m2", "band_position"):
         assert out.metrics[metric].item() == pytest.approx(truth.metrics[metric].item(), rel=1e-4, abs=1e-5), metric
-    assert name == "sapo" or 0 < float(out.metrics["clipfrac"]) < float(out.metrics["count"])
+    has_band = "band.low" in POLICY_LOSSES[name].settings
+    assert not has_band or 0 < float(out.metrics["clipfrac"]) < float(out.metrics["count"])
 
 
 def test_rank_without_tokens_reports_all_metrics() -> None:
@@ -172,25 +171,64 @@ def settings(*overrides: str) -> PolicyObjective:
 
 
 def test_band_has_defaults_for_each_loss() -> None:
-    for name, (low, high) in BANDS.items():
+    bands = {name: loss.settings for name, loss in POLICY_LOSSES.items() if "band.low" in loss.settings}
+    assert set(bands) == {"dis", "cispo", "gspo", "dppo_tv", "dppo_kl"}
+    for name, defaults in bands.items():
         bypass = ["algorithm.old_logprob=bypass"] if name == "dis" else []
         loss = settings(f"algorithm.policy_loss={name}", *bypass)
-        assert (loss.policy_loss, loss.band_low, loss.band_high, loss.weight_cap) == (name, low, high, 20.0)
+        band = (defaults["band.low"], defaults["band.high"])
+        assert (loss.policy_loss, loss.band_low, loss.band_high, loss.band_cap) == (name, *band, 20.0)
         assert settings(f"algorithm.policy_loss={name}", *bypass, "algorithm.band.high=7").band_high == 7.0
     loss = settings("algorithm.policy_loss=dppo_kl", "algorithm.band={low: 0.01, cap: 5}")
-    assert (loss.band_low, loss.band_high, loss.weight_cap) == (0.01, 0.05, 5.0)
+    assert (loss.band_low, loss.band_high, loss.band_cap) == (0.01, 0.05, 5.0)
     loss = settings("algorithm.policy_loss=sapo", "algorithm.gate={negative: 2}")
     assert (loss.gate_positive, loss.gate_negative) == (1.0, 2.0)
+    loss = settings("algorithm.clip_low=0.1", "algorithm.clip_high=0.3", "algorithm.dual_clip=null")
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip) == (0.1, 0.3, None)
+
+
+def test_every_declared_loss_is_complete() -> None:
+    """Each loss has documentation, an oracle, and settings that exist in the configuration and in the kernels."""
+    description = " ".join((AlgorithmSettings.model_fields["policy_loss"].description or "").split())
+    table = [line for line in (ROOT / "megappo/algo/README.md").read_text().splitlines() if line.startswith("|")]
+    for name, loss in POLICY_LOSSES.items():
+        assert f"`{name}` ({loss.meaning}; {next(iter(loss.settings))}" in description
+        assert any(f"`{name}`" in row.split("|")[2] for row in table), f"{name} has no row in megappo/algo/README.md"
+        for key in loss.settings:
+            field = find_field(("algorithm", *key.split(".")))
+            assert field is not None and field.description, key
+    keys = {key.replace(".", "_") for loss in POLICY_LOSSES.values() for key in loss.settings}
+    assert keys == {field.name for field in fields(LossSettings)}
+    assert set(POLICY_LOSSES) == {"clip", "penalty", *CASES}
+
+
+def test_declaration_of_a_loss_sets_its_rules_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    formula = POLICY_LOSSES["sapo"].formula
+    other = BuiltinLoss(formula, "a test", {"gate.positive": 2.0}, needs_engine=True, ignores_outside=True)
+    monkeypatch.setitem(POLICY_LOSSES, "other", other)
+    base = {"policy_loss": "other", "old_logprob": "bypass"}
+    assert AlgorithmSettings.model_validate(base).loss_settings == {"gate.positive": 2.0}
+    assert AlgorithmSettings.model_validate(base | {"gate": {"positive": 3}}).loss_settings == {"gate.positive": 3.0}
+    for changes, message in (
+        ({"old_logprob": "decoupled"}, "policy_loss is other, which needs ratios to the engine's log-probabilities"),
+        ({"band": {}}, "policy_loss 'other' reads gate.positive; remove band, or set policy_loss to dis, cispo"),
+        ({"policy_loss": "clip", "gate": {}}, "remove gate, or set policy_loss to sapo or other"),
+        ({"policy_loss": "othr"}, "did you mean 'other'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AlgorithmSettings.model_validate(base | changes)
+    masked = {"actor/masked_below": 0.9, "actor/masked_above": 0.0}
+    assert Advisor(AlgorithmSettings.model_validate(base)).observe(1, masked) == [advice_text("masked")]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["policy_loss=dis"], "old_logprob is decoupled; set old_logprob: bypass"),
-        (["band.low=0.1"], "band is given, but policy_loss 'clip' has no band; set clip_low and clip_high"),
-        (["policy_loss=sapo", "band.low=0.1"], "policy_loss 'sapo' has no band; set gate, or policy_loss to dis"),
-        (["policy_loss=cispo", "band.cap=3"], "band.cap is 3, but policy_loss 'cispo' caps no weights; remove it"),
-        (["gate.positive=2"], "gate is given, but policy_loss is 'clip'; remove it, or set policy_loss: sapo"),
+        (["band.low=0.1"], "band is given, but policy_loss 'clip' reads clip_low, clip_high, dual_clip; remove band"),
+        (["policy_loss=sapo", "band.low=0.1"], "reads gate.positive, gate.negative; remove band, or set"),
+        (["policy_loss=cispo", "band.cap=3"], "band.cap is given, but policy_loss 'cispo' reads band.low, band.high; "),
+        (["gate.positive=2"], "dual_clip; remove gate, or set policy_loss to sapo"),
         (["policy_loss=cispo", "band.low=1.5"], "algorithm.band.low"),
         (["policy_loss=sapo", "gate.positive=51"], "algorithm.gate.positive"),
         (["policy_loss=dpo_tv"], "did you mean 'dppo_tv'"),

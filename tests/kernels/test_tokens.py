@@ -19,6 +19,7 @@ from megappo_kernels.whiten import masked_whiten, masked_whiten_stats, merge_whi
 from tests.support.kernels import policy_inputs, verl_gae
 from tests.support.oracles import algorithm
 from tests.support.oracles import kernels as reference
+from tests.support.oracles.policy_losses import CASES
 from tests.support.quick import cases
 
 OBJECTIVES: list[dict[str, Any]] = [
@@ -26,12 +27,7 @@ OBJECTIVES: list[dict[str, Any]] = [
     {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0},
     {"entropy_coef": 0.01, "dual_clip": 1.5},
     {"policy_loss": "penalty", "penalty_coef": 0.7},
-    {"policy_loss": "dis", "band_low": 0.8, "band_high": 3.0},
-    {"policy_loss": "cispo", "band_low": 1.0, "band_high": 0.5},
-    {"policy_loss": "gspo", "band_low": 0.1, "band_high": 0.2},
-    {"policy_loss": "sapo", "gate_positive": 2.0, "gate_negative": 3.0},
-    {"policy_loss": "dppo_tv", "band_low": 0.1, "band_high": 0.15, "weight_cap": 3.0},
-    {"policy_loss": "dppo_kl", "band_low": 0.05, "band_high": 0.1, "kl_coef": 0.3},
+    *({"policy_loss": name, **of_tokens} for name, (of_tokens, _) in CASES.items()),
     *({"kl": kind, "kl_coef": 0.2} for kind in ("k1", "abs", "k2", "k3", "kl", "mse", "low_var_kl")),
 ]
 
@@ -110,13 +106,9 @@ def test_aggregations_are_token_weights(mode: Aggregation) -> None:
     inputs = PolicyInputs(**(inputs.tensors() | {"weights": weights}))
     mine = ppo_token_loss(logprob=logprob, entropy=entropy, inputs=inputs).loss
     per_token = algorithm.policy_loss(
-        logprob=logprob,
-        old_logprob=inputs.old_logprob,
-        advantages=inputs.advantages,
-        importance_weights=inputs.importance_weights,
-        weights=torch.ones_like(weights),
-        mask=inputs.mask,
-    )
+        logprob=logprob, old_logprob=inputs.old_logprob, advantages=inputs.advantages,
+        importance_weights=inputs.importance_weights, weights=torch.ones_like(weights), mask=inputs.mask,
+    )  # fmt: skip
     gradient = torch.autograd.grad(mine, logprob)[0]
     plain = torch.autograd.grad(per_token.loss, logprob)[0]
     torch.testing.assert_close(gradient, plain * weights, rtol=1e-6, atol=1e-9)
@@ -309,10 +301,7 @@ def test_bad_objectives_are_rejected() -> None:
         PolicyObjective(kl="k33")
     with pytest.raises(ValueError, match=r"dual_clip is 0\.5"):
         PolicyObjective(dual_clip=0.5)
-    with pytest.raises(
-        ValueError,
-        match="policy_loss is 'clop', must be one of clip, penalty, dis, ",
-    ):
+    with pytest.raises(ValueError, match="policy_loss is 'clop', must be one of clip, penalty, dis, "):
         PolicyObjective(policy_loss="clop")
     with pytest.raises(ValueError, match="not a backend"), use_backend("cuda"):  # type: ignore[arg-type]
         pass

@@ -32,14 +32,10 @@ def test_error_is_printed_once_at_the_end(program: str) -> None:
         meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=test", "--local-addr=127.0.0.1"]
     start = [sys.executable, "-m", program, *meeting, "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*start, "-m", "megappo", "train", "configs/quickstart.yaml", "run.seed=-1"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+        [*start, "-m", "megappo", "train", "configs/quickstart.yaml", "run.seed=-1"], cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, capture_output=True,
+        text=True, timeout=200, check=False,
+    )  # fmt: skip
     lines = done.stderr.splitlines()
     assert done.stderr.count(SENTENCE) == 1, done.stderr
     if program == "megappo.runtime.torchrun":
@@ -82,14 +78,9 @@ def test_first_failure_determines_message_and_exit_code(worker: str, code: int, 
     (tmp_path / "worker.py").write_text(worker)
     start = [sys.executable, "-m", "megappo.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*start, str(tmp_path / "worker.py")],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+        [*start, str(tmp_path / "worker.py")], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=200, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, message), done.stderr
 
 
@@ -139,11 +130,8 @@ def test_ranks_end_after_torchrun_is_killed(between: bool, tmp_path: Path) -> No
     )
     shell = ["--no-python", "bash", "-c", 'export MEGAPPO_AGENT_PID=$PPID; "$0" "$@"; exit $?', sys.executable]
     meeting = [
-        "--rdzv-backend=c10d",
-        "--rdzv-conf=store_type=file",
-        f"--rdzv-id={tmp_path.name}",
-        "--local-addr=127.0.0.1",
-    ]
+        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-id={tmp_path.name}", "--local-addr=127.0.0.1",
+    ]  # fmt: skip
     start = [sys.executable, "-m", "megappo.runtime.torchrun", *meeting, "--nproc-per-node", "2"]
     paths = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
@@ -168,14 +156,10 @@ def test_ranks_end_after_torchrun_is_killed(between: bool, tmp_path: Path) -> No
 def test_start_without_cuda_prints_no_warning(tmp_path: Path) -> None:
     """The compiler of CUDA may be installed on machines without a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", "import megappo.ppo.run"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+        [sys.executable, "-c", "import megappo.ppo.run"], cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_HOME": str(tmp_path)}, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megappo.megatron import attention, short_attention
-from megappo.megatron.attention import (
-    PackedCoreAttention,
-    PackedSegments,
-    packed_segments,
-    segment_tensors,
-    takes_packs,
-)
+from megappo.families.rope import Rope
 from megappo.megatron.context import ContextShard
-from megappo.megatron.short_attention import takes_products
+from megappo.megatron.layers import attention, short_attention
+from megappo.megatron.layers.attention import PackedCoreAttention, takes_packs
+from megappo.megatron.layers.rotary import PackedRotary
+from megappo.megatron.layers.short_attention import takes_products
+from megappo.megatron.segments import PackedSegments, packed_segments, segment_tensors
+from tests.support.kernels import relative
 
 LENGTHS = (5, 1, 9, 2)
 SCALE = 0.3
@@ -29,16 +27,11 @@ SCALE = 0.3
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "capability", "taken"),
     [
-        (torch.bfloat16, 128, (9, 0), True),
-        (torch.bfloat16, 8, (8, 0), True),
-        (torch.bfloat16, 256, (12, 0), True),
-        (torch.float32, 128, (9, 0), False),
-        (torch.bfloat16, 128, (7, 5), False),
-        (torch.bfloat16, 128, None, False),
-        (torch.bfloat16, 12, (9, 0), False),
-        (torch.bfloat16, 264, (9, 0), False),
+        (torch.bfloat16, 128, (9, 0), True), (torch.bfloat16, 8, (8, 0), True), (torch.bfloat16, 256, (12, 0), True),
+        (torch.float32, 128, (9, 0), False), (torch.bfloat16, 128, (7, 5), False), (torch.bfloat16, 128, None, False),
+        (torch.bfloat16, 12, (9, 0), False), (torch.bfloat16, 264, (9, 0), False),
     ],
-)
+)  # fmt: skip
 def test_kernel_is_used_for_supported_inputs(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None, taken: bool
 ) -> None:
@@ -116,12 +109,9 @@ def config_with(window: int | None) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig  # import after megappo has prepared it
 
     return TransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        attention_dropout=0.0,
+        num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0,
         window_size=None if window is None else (window - 1, 0),
-    )
+    )  # fmt: skip
 
 
 def outputs(core: Any, segments: PackedSegments, heads: int, groups: int) -> list[Tensor]:
@@ -179,12 +169,9 @@ def test_one_call_equals_calls_per_chunk(
 
 
 def plain(
-    tensors: list[Tensor],
-    lengths: tuple[int, ...],
-    window: int | None = None,
-    cap: float | None = None,
+    tensors: list[Tensor], lengths: tuple[int, ...], window: int | None = None, cap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute attention segment by segment for queries (t, h, d) and keys and values (t, g, d). `cap` limits the
     scores, and `sinks` removes a part of the attention weights of each head."""
     heads = tensors[0].shape[1]
@@ -251,14 +238,10 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], window
 
 @pytest.mark.parametrize(
     ("lengths", "window", "device", "dtype", "taken"),
-    [
-        ((256, 3), None, "cpu", torch.bfloat16, True),
-        ((3, 257), None, "cpu", torch.bfloat16, False),
-        ((5, 9), 9, "cpu", torch.bfloat16, True),
-        ((5, 9), 8, "cpu", torch.bfloat16, False),
-        ((5, 9), None, "cpu", torch.float32, False),
-    ],
-)
+    [((256, 3), None, "cpu", torch.bfloat16, True), ((3, 257), None, "cpu", torch.bfloat16, False),
+     ((5, 9), 9, "cpu", torch.bfloat16, True), ((5, 9), 8, "cpu", torch.bfloat16, False),
+     ((5, 9), None, "cpu", torch.float32, False)],
+)  # fmt: skip
 def test_products_are_used_for_short_segments(
     lengths: tuple[int, ...], window: int | None, device: str, dtype: torch.dtype, taken: bool
 ) -> None:
@@ -316,3 +299,14 @@ def test_window_is_set_per_layer() -> None:
     config = config_with(7)
     config.window_attn_skip_freq = [1, 0]
     assert [PackedCoreAttention(config, number, None, "self").window for number in (1, 2)] == [7, None]
+
+
+def test_angles_stay_float32() -> None:
+    """Angles are float32 as in SGLang. At position 32,767 they are closer to float64 than bfloat16."""
+    frequencies = 1e6 ** -(torch.arange(32) / 32)
+    positions = torch.tensor([0, 1, 32_767])
+    result = PackedRotary([Rope(frequencies, 1.0)])(positions, packed_seq=True, cp_group=None)
+    angles = positions.double()[:, None] * frequencies.double()
+    true = torch.stack([f(torch.cat([angles, angles], -1))[:, None] for f in (torch.cos, torch.sin)])
+    assert result.dtype == torch.float32 and result.shape == (2, 3, 1, 64)
+    assert relative(result, true) < 0.3 * relative(true.bfloat16(), true)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megappo.config.grid import Grid
-from megappo.megatron.attention import packed_segments, segment_tensors
 from megappo.megatron.context import ContextShard
 from megappo.megatron.layout import Layout
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples
+from megappo.megatron.segments import packed_segments, segment_tensors
 from megappo.ppo.updates import LossWeights
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
-from megappo.megatron.attention import PackedSegments, packed_segments, segment_tensors
-from megappo.megatron.delta_rule import Chunks, causal_convolution, gated_delta_rule
+from megappo.megatron.layers.delta_rule import causal_convolution, gated_delta_rule
+from megappo.megatron.segments import Chunks, PackedSegments, packed_segments, segment_tensors
 
 LENGTHS = (5, 130, 1, 64, 65, 3, 128)
 G, R, K, V = 2, 2, 6, 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.functional import grouped_mm, silu
 
-from megappo.megatron import experts
-from megappo.megatron.experts import GroupedExperts, expert_products
-from megappo.megatron.routing import TokenDispatcher, by_own_expert
+from megappo.megatron.layers import parallel
+from megappo.megatron.layers.experts import GroupedExperts
+from megappo.megatron.layers.parallel import expert_products
+from megappo.megatron.layers.routing import TokenDispatcher, by_own_expert
 from megappo_kernels.clamped import ClampedSwiGLU
 from megappo_kernels.gemm import takes_grouped
 
@@ -100,7 +100,7 @@ def check_against_loop(dtype: torch.dtype, hidden: int, ffn: int, clamped: Clamp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_experts_equal_the_loop(dtype: torch.dtype) -> None:
-    with patch.object(experts, "grouped_mm", wraps=grouped_mm) as grouped:
+    with patch.object(parallel, "grouped_mm", wraps=grouped_mm) as grouped:
         check_against_loop(dtype, 32, 24)
     assert grouped.call_count == 2
 
@@ -148,7 +148,7 @@ def test_unsupported_shapes_use_separate_products(dtype: torch.dtype, hidden: in
     """Separate products are used for dtypes other than bfloat16 and float32, and for rows that are no multiple of 16
     bytes."""
     assert not takes_grouped(dtype, hidden, ffn)
-    with patch.object(experts, "grouped_mm", side_effect=AssertionError):
+    with patch.object(parallel, "grouped_mm", side_effect=AssertionError):
         check_against_loop(dtype, hidden, ffn)
     rows, weight = (drawn(*shape, dtype=dtype).requires_grad_() for shape in ((5, hidden), (1, ffn, hidden)))
     with pytest.raises(RuntimeError, match=r"16 bytes|Expected mat_a to be Float32, BFloat16"):
@@ -167,11 +167,9 @@ def test_experts_without_rows_have_zero_gradients(changes: dict[str, Any]) -> No
 
 
 @pytest.fixture
-def alone() -> Iterator[ProcessGroupCollection]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def alone(world_of_one: None) -> ProcessGroupCollection:
     world = dist.group.WORLD
-    yield ProcessGroupCollection(ep=world, expt_tp=world, tp_ep=world)
-    dist.destroy_process_group()
+    return ProcessGroupCollection(ep=world, expt_tp=world, tp_ep=world)
 
 
 def routing(n_tokens: int, n_experts: int, chosen: int) -> Tensor:

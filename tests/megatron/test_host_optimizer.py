@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import megappo.megatron  # noqa: F401 - prepares torch for machines without CUDA
-from megappo.megatron import optimization
-from megappo.megatron.host_optimizer import PartlyOnHost
-from megappo.megatron.optimization import add_to_main_grad, clip_gradients
+from megappo.megatron.optimizer import optimization
+from megappo.megatron.optimizer.host_optimizer import PartlyOnHost
+from megappo.megatron.optimizer.optimization import add_to_main_grad, clip_gradients
 
 SIZES = (30, 50, 20)
 

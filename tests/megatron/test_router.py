@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megappo.config.pipeline import stage_layers
 from megappo.megatron.context import ContextShard
-from megappo.megatron.router import (
+from megappo.megatron.layers.router import (
     MicrobatchRouting,
     RouterChoice,
     microbatch_routing,
@@ -48,13 +48,9 @@ class Layer(nn.Module):
 
 
 def route(
-    scores_TE: Tensor,
-    microbatch: MicrobatchRouting | None,
-    tensor_rank: int = 0,
-    *,
-    softmax_first: bool = False,
+    scores_TE: Tensor, microbatch: MicrobatchRouting | None, tensor_rank: int = 0, *, softmax_first: bool = False,
     biases: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     layer = Layer(softmax_first, biases)
     RouterChoice(layer, 0, tensor_rank)
     result: tuple[Tensor, Tensor] = layer(scores_TE, packed_seq_params=SimpleNamespace(routing=microbatch))
@@ -203,11 +199,7 @@ def test_routing_is_optional() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "stages", "expected"),
-    [
-        ((4,), 1, ((0, 1, 2, 3),)),
-        ((3, 1), 2, ((0, 1, 2), (3,))),
-        ((1, 2, 1, 1), 2, ((0, 3), (1, 2, 4))),
-    ],
+    [((4,), 1, ((0, 1, 2, 3),)), ((3, 1), 2, ((0, 1, 2), (3,))), ((1, 2, 1, 1), 2, ((0, 3), (1, 2, 4)))],
 )
 def test_stage_has_the_layers_of_its_chunks(
     chunks: tuple[int, ...], stages: int, expected: tuple[tuple[int, ...], ...]

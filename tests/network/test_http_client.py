@@ -12,7 +12,7 @@ import pytest
 
 from megappo.network.http_client import check_proxy, fetch, proxy_of
 from megappo.network.proxies import client_proxy_problem
-from megappo.runtime.store import free_port
+from megappo.network.store import free_port
 
 
 @pytest.mark.waits

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from megappo.observe.charts import curve, sparkline
-from megappo.observe.console import LiveView, PlainView, make_view
-from megappo.observe.messages import MESSAGES, SteadyView
 from megappo.observe.metric_docs import METRICS
+from megappo.observe.terminal.charts import curve, sparkline
+from megappo.observe.terminal.console import LiveView, PlainView, make_view
+from megappo.observe.terminal.messages import MESSAGES, SteadyView
 
 Mode = Literal["live", "plain", "quiet"]
 ALL = dict.fromkeys(METRICS, 0.5)
@@ -241,12 +241,8 @@ def test_sparkline_by_hand() -> None:
 
 def test_curve_by_hand() -> None:
     assert curve([0.0, 1.0, math.nan, 4.0], width=10, height=3).splitlines() == [
-        "4 |   *",
-        "2 |",
-        "0 |**",
-        "  +----",
-        "   1  4",
-    ]
+        "4 |   *", "2 |", "0 |**", "  +----", "   1  4",
+    ]  # fmt: skip
     assert curve([1.0, 3.0, 5.0, 7.0], width=2, height=2).splitlines() == ["6 | *", "2 |*", "  +--", "   1 4"]
     assert curve([7.0]).splitlines()[-3:] == ["7 |*", "  +-", "   1"]
     assert curve([]) == curve([math.inf]) == "(nothing to show)"

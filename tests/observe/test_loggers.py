@@ -1,26 +1,34 @@
-"""Data for TensorBoard, Weights & Biases and custom loggers in addition to metrics. wandb is tested if installed."""
+"""Data for TensorBoard, Weights & Biases and custom loggers, also distributions of a step."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import struct
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megappo.config import load_config
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.observe.distributions import EDGES, Distribution, counts_of, middles, of_all_ranks
+from megappo.observe.ends import End
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import MetricsLog
 from megappo.observe.tensorboard_log import LAYOUT
+from megappo.ppo.reports.measures import distributed_numbers
+from megappo.types import Experience, Prompt, Rollouts, Scored
+from tests.observe.conftest import FakeWandb
+from tests.support.events import read_events, scalars
 from tests.support.harness import environment
 from tests.support.places import BASE, ROOT
 
@@ -52,7 +60,6 @@ SAMPLES: list[dict[str, Any]] = [
 
 def test_tensorboard_shows_important_charts_first(tmp_path: Path) -> None:
     """The charts contain existing metrics, the settings are hyperparameters, and texts are not changed."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -66,9 +73,7 @@ def test_tensorboard_shows_important_charts_first(tmp_path: Path) -> None:
     for step in (1, 2):
         log.log(step, {"reward/mean": 0.5})
     log.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    events = EventAccumulator(str(file))
-    events.Reload()
+    events = read_events(tmp_path)
     (event,) = events.Tensors("custom_scalars__config__")
     layout = Layout()
     layout.ParseFromString(event.tensor_proto.string_val[0])
@@ -84,66 +89,37 @@ def test_tensorboard_shows_important_charts_first(tmp_path: Path) -> None:
     settings = hparams.session_start_info.hparams
     assert settings["run.steps"].number_value == 3 and settings["algorithm.whiten"].bool_value
     assert settings["run.name"].string_value == "r" and len(settings) == 4
-    assert [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5)]
-
-
-class FakeWandb(types.ModuleType):
-    """Module that records the options and the data of runs."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.begun: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-
-    def init(self, **options: Any) -> FakeWandb:
-        self.begun.append(options)
-        return self
-
-    def log(self, data: dict[str, Any], step: int) -> None:
-        self.logged.append((step, data))
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    @staticmethod
-    def Table(columns: list[str], data: list[list[str | None]]) -> tuple[list[str], list[list[str | None]]]:
-        """Return the arguments."""
-        return columns, data
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.5), (2, 0.5)]
 
 
 def begin(folder: Path, **options: Any) -> MetricsLog:
     return MetricsLog(folder, "r", {}, tensorboard=False, wandb_project="p", wandb_run=options)
 
 
-def test_resumed_run_keeps_the_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_the_wandb_id(tmp_path: Path, wandb: FakeWandb) -> None:
     """A resumed run uses the same ID, and a new run a new ID. An invalid ID in the file is replaced."""
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
     first = begin(tmp_path, group="g", tags=("x", "y"), entity="e", mode="offline")
     first.truncate_after(-1)
-    assert fake.begun[0].items() >= {"group": "g", "tags": ["x", "y"], "entity": "e", "mode": "offline"}.items()
+    assert wandb.begun[0].items() >= {"group": "g", "tags": ["x", "y"], "entity": "e", "mode": "offline"}.items()
     begin(tmp_path / "b")
-    assert "tags" not in fake.begun[1] and "mode" not in fake.begun[1]
+    assert "tags" not in wandb.begun[1] and "mode" not in wandb.begun[1]
     begin(tmp_path).truncate_after(7)
-    ids = [run["id"] for run in fake.begun]
-    assert ids[2] == ids[0] != ids[1] and all(run["resume"] == "allow" for run in fake.begun)
+    ids = [run["id"] for run in wandb.begun]
+    assert ids[2] == ids[0] != ids[1] and all(run["resume"] == "allow" for run in wandb.begun)
     begin(tmp_path).truncate_after(-1)
-    assert (
-        [run["id"] for run in fake.begun[3:]] == [ids[0], (tmp_path / "wandb-id").read_text().strip()] != [ids[0]] * 2
-    )
+    own_id = (tmp_path / "wandb-id").read_text().strip()
+    assert [run["id"] for run in wandb.begun[3:]] == [ids[0], own_id] != [ids[0]] * 2
     (tmp_path / "wandb-id").write_text("../../x\n")
     begin(tmp_path)
-    assert len(fake.begun[-1]["id"]) == 12 and "/" not in fake.begun[-1]["id"]
+    assert len(wandb.begun[-1]["id"]) == 12 and "/" not in wandb.begun[-1]["id"]
 
 
-def test_samples_are_sent_to_wandb_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+def test_samples_are_sent_to_wandb_on_request(tmp_path: Path, wandb: FakeWandb) -> None:
     begin(tmp_path / "a").log_samples(1, SAMPLES)
-    assert fake.logged == []
+    assert wandb.logged == []
     begin(tmp_path / "b", samples=True).log_samples(1, SAMPLES)
     rows = [["1+1=", "<script>2</script>\n# two", "1.0"], ["2+2=", None, None]]
-    assert fake.logged == [(1, {"samples": (["prompt", "response", "score"], rows)})]
+    assert wandb.logged == [(1, {"samples": (["prompt", "response", "score"], rows)})]
 
 
 def test_wandb_settings_are_passed_on() -> None:
@@ -211,3 +187,71 @@ def test_documented_example_of_a_logger(tmp_path: Path) -> None:
     log.log(2, {"reward/mean": 7.0, "kl/mean": 0.0})
     log.close()
     assert (tmp_path / "r.csv").read_text().split() == ["1,0.5", "2,7.0"]
+
+
+NAN = float("nan")
+
+
+def test_number_and_spacing_of_bin_edges() -> None:
+    assert len(EDGES) <= 512 and all(low < high for low, high in itertools.pairwise(EDGES))
+    assert all(0 < high / low - 1 < 0.11 for low, high in itertools.pairwise([edge for edge in EDGES if edge > 0]))
+    assert [-edge for edge in reversed(EDGES)] == list(EDGES) and EDGES[-1] >= 1e6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_numbers_are_counted_in_their_bins(dtype: torch.dtype) -> None:
+    """Zeros and numbers beyond the edges are counted. Numbers that are not finite are ignored."""
+    g = torch.Generator().manual_seed(int(np.random.default_rng().integers(2**31)))
+    numbers = torch.cat([torch.randn(500, generator=g) * 10.0**n for n in range(-7, 8)] + [torch.zeros(9)]).to(dtype)
+    counts = counts_of(numbers.reshape(3, -1))
+    edges = np.asarray(EDGES)
+    plain = np.clip(numbers.double().numpy(), np.nextafter(edges[0], 0), edges[-1])
+    bins, _ = np.histogram(
+        -plain, -edges[::-1]
+    )  # bins of numpy include the lower edge, these bins include the upper edge
+    assert counts.tolist() == bins[::-1].tolist() and int(counts.sum()) == numbers.numel()
+    assert not counts_of(torch.tensor([NAN, float("inf"), float("-inf")])).any()
+
+
+def of_worlds(experience: Experience, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Distribution]]:
+    """Yield the distributions for one rank, and for two ranks with the same experience."""
+    for size in (1, 2):
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda counts, size=size: counts.mul_(size))
+        yield of_all_ranks(distributed_numbers(experience), torch.device("cpu"))
+
+
+def test_only_tokens_of_the_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values at other tokens are ignored. Without critic or reference, their distributions are
+    absent."""
+    mask_BR = torch.tensor([[True, True, False], [True, False, False]])
+    rollouts = Rollouts(
+        prompts=(Prompt(0, (1,), "", None, {}),) * 2, sample_ids_B=torch.arange(2), group_ids_B=torch.arange(2),
+        sequences=(torch.zeros(4),) * 2, response_lengths_B=torch.tensor([2, 1]),
+        engine_logprob_BR=torch.where(mask_BR, torch.tensor(-1.0), torch.tensor(NAN)), response_mask_BR=mask_BR,
+        ends=(End.COMPLETE,) * 2, weight_versions_B=torch.ones(2, dtype=torch.int64), responses=("",) * 2,
+        raw_responses=("",) * 2, special_tokens_B=torch.zeros(2, dtype=torch.int64),
+    )  # fmt: skip
+    garbage_BR = torch.where(mask_BR, torch.tensor(0.5), torch.tensor(777.0))
+    scored = Scored(rollouts, torch.tensor([1.0, 0.0]), torch.where(mask_BR, torch.tensor(-1.0), torch.tensor(5.0)),
+                    None, None)  # fmt: skip
+    experience = Experience(scored, garbage_BR, 2 * garbage_BR, None, mask_BR)
+    for ranks, distributions in enumerate(of_worlds(experience, monkeypatch), start=1):
+        counts = {name: [(x, n) for x, n in middles(of) if n] for name, of in distributions.items()}
+        assert {name: [n // ranks for _, n in of] for name, of in counts.items()} == {
+            "reward": [1, 1], "response length": [1, 1], "advantage": [3], "return": [3], "ratio to the engine": [3],
+        }  # fmt: skip
+        for name, expected in (("advantage", 0.5), ("return", 1.0), ("ratio to the engine", 1.0)):
+            assert counts[name][0][0] == pytest.approx(expected, rel=0.1)
+        assert all(sum(of.counts) % ranks == 0 for of in distributions.values())
+
+
+def test_tensorboard_shows_distributions(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, "r", {})
+    log.log(3, {"reward/mean": 0.5})
+    log.log_distributions(3, {"value": Distribution((0.0, 1.0, 3.0), (2, 6))})
+    log.log_distributions(4, {})
+    log.close()
+    (event,) = read_events(tmp_path).Histograms("distributions/value")
+    shown = event.histogram_value
+    assert (event.step, shown.min, shown.max, shown.num, shown.sum) == (3, 0.0, 3.0, 8.0, 2 * 0.5 + 6 * 2.0)
+    assert (list(shown.bucket_limit), list(shown.bucket)) == ([1.0, 3.0], [2.0, 6.0])

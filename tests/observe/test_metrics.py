@@ -1,4 +1,6 @@
-"""Files of metrics and samples that a run writes."""
+"""Metrics of a run: files, loggers, descriptions, and changes of settings between the parts of a run."""
+
+from __future__ import annotations
 
 import json
 import math
@@ -15,13 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from megappo.commands.report import report
 from megappo.errors import ConfigError
+from megappo.files.json_values import JSONValue
 from megappo.megatron.roles import Update
-from megappo.observe.json_values import JSONValue
+from megappo.observe.changes import change_notes, read_changes, record_changes
 from megappo.observe.metric_docs import METRICS
 from megappo.observe.metrics import MetricsLog, last_records, read_metrics
 from megappo.ppo.updates import step_metrics
 from megappo_kernels.losses import ppo_value_loss
+from tests.observe.conftest import FakeWandb
+from tests.support.events import scalars
 from tests.support.kernels import token_loss
 from tests.support.places import ROOT
 
@@ -147,21 +153,7 @@ def test_last_records_of_a_long_file(tmp_path: Path) -> None:
     path.unlink()
 
 
-def test_tensorboard_contains_the_metrics(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = MetricsLog(tmp_path, "r", {})
-    log.log(1, {"reward/mean": 0.25})
-    log.log(2, {"reward/mean": 0.5})
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-
-
 def test_tensorboard_removes_later_steps_of_a_resumed_run(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     log = MetricsLog(tmp_path, "r", {})
     for step in range(1, 5):
         log.log(step, {"reward/mean": 0.25})
@@ -170,9 +162,7 @@ def test_tensorboard_removes_later_steps_of_a_resumed_run(tmp_path: Path) -> Non
     log.truncate_after(2)
     log.log(3, {"reward/mean": 0.5})
     log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.25), (3, 0.5)]
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.25), (2, 0.25), (3, 0.5)]
 
 
 def test_missing_wandb_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,12 +205,7 @@ def test_custom_logger_receives_the_run(tmp_path: Path) -> None:
     [
         (f"{__name__}:Listin", {}, {}, r"has no function 'Listin'; did you mean '.*:Listing'"),
         (f"{__name__}:Listing", {"inot": []}, {}, r"cannot be called with \(directory=, run_name=, config=, inot=\)"),
-        (
-            f"{__name__}:Listing",
-            {"into": []},
-            {"refuse": 1},
-            r"failed \(KeyError: 'no account' \(.*\)\); fix the",
-        ),
+        (f"{__name__}:Listing", {"into": []}, {"refuse": 1}, r"failed \(KeyError: 'no account' \(.*\)\); fix the"),
         ("builtins:dict", {}, {}, r"has no log and forget_after and close; implement the methods of megappo\.api"),
     ],
 )
@@ -232,49 +217,18 @@ def test_invalid_logger_is_an_error(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-class FakeWandb:
-    """Module that records its calls. `broken` contains the methods that raise an error."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, object]] = []
-        self.broken: tuple[str, ...] = ()
-
-    def init(self, **options: object) -> "FakeWandb":
-        self._called("init", options["project"])
-        return self
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self._called("log", (step, metrics))
-
-    def finish(self) -> None:
-        self._called("finish", None)
-
-    def _called(self, name: str, data: object) -> None:
-        if name in self.broken:
-            raise KeyError("api_key not configured\n(no-tty)")  # a type that megappo does not define
-        self.calls.append((name, data))
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
-
-
 def test_wandb_receives_the_run(tmp_path: Path, wandb: FakeWandb) -> None:
     log = MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     log.log(1, {"a": 1.0})
     log.close()
     log.close()
-    assert wandb.calls == [("init", "p"), ("log", (1, {"a": 1.0})), ("finish", None)]
+    assert wandb.calls[1:] == [("log", (1, {"a": 1.0})), ("finish", None)] and wandb.begun[0]["project"] == "p"
 
 
 def test_failed_start_of_wandb_is_an_error(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.broken = ("init",)
-    with pytest.raises(
-        ConfigError, match=r"wandb_project is 'p'.* not configured\\n.*wandb login.* WANDB_MODE=offline"
-    ):
+    message = r"wandb_project is 'p'.* not configured\\n.*wandb login.* WANDB_MODE=offline"
+    with pytest.raises(ConfigError, match=message):
         MetricsLog(tmp_path, "r", {}, tensorboard=False, wandb_project="p")
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -288,15 +242,13 @@ def test_run_continues_without_wandb(tmp_path: Path, wandb: FakeWandb, capsys: p
     assert [sentence.removeprefix("megappo: the run at Weights & Biases ").partition(":")[0] for sentence in lines] == [
         "cannot be written", "is written again", "cannot be written", "cannot be finished",
     ]  # fmt: skip
-    assert [lines for name, lines in wandb.calls if name == "log"] == [(1, {"a": 1.0}), (4, {"a": 1.0})]
+    assert wandb.logged == [(1, {"a": 1.0}), (4, {"a": 1.0})]
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def test_full_disk_loses_lines_but_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     messages: list[str] = []
     log = MetricsLog(tmp_path, "r", {})
     log.log(1, {"a": 1.0})
@@ -319,10 +271,7 @@ def test_full_disk_loses_lines_but_ends_no_run(
     assert capsys.readouterr().err.count("is written again") == 2
     # Only complete lines are in the file, although the disk had space for a part of a line.
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
-    (events_file,) = (tmp_path / "tensorboard").iterdir()
-    events = EventAccumulator(str(events_file))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("a")] == [(1, 1.0), (4, 4.0)]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1 and scalars(tmp_path, "a") == [(1, 1.0), (4, 4.0)]
 
 
 def test_emptied_file_is_continued(tmp_path: Path) -> None:
@@ -356,7 +305,7 @@ def test_metrics_in_the_source_are_documented() -> None:
 
 
 def test_timed_stages_are_documented() -> None:
-    source = (ROOT / "megappo" / "ppo" / "trainer.py").read_text()
+    source = "".join((ROOT / "megappo" / "ppo" / name).read_text() for name in ("trainer.py", "training_run.py"))
     stages = re.findall(r'\.stage\("([a-z_]+)"', source)
     assert stages and {f"time/{name}" for name in stages} <= set(METRICS)
 
@@ -371,3 +320,28 @@ def test_update_metrics_are_documented() -> None:
         numbers = {name: float(value) for name, value in sums.items()}
         update = Update(applied=True, finite=True, sums=numbers, grad_norm=1.0, learning_rate=1e-6)
         assert {f"{role}/{name}" for name in step_metrics([update])} <= set(METRICS)
+
+
+def test_recorded_changes_match_the_steps(tmp_path: Path) -> None:
+    """A run that resumes at an earlier step replaces the later changes."""
+    record_changes(tmp_path, 3, [])
+    assert not (tmp_path / "changes.jsonl").exists()
+    record_changes(tmp_path, 3, ["a: 1 -> 2"])
+    record_changes(tmp_path, 7, ["a: 2 -> 3", "b: 1 -> 2"])
+    assert read_changes(tmp_path) == [(3, ["a: 1 -> 2"]), (7, ["a: 2 -> 3", "b: 1 -> 2"])]
+    assert change_notes(tmp_path, before_step=7) == ["after step 3: a: 1 -> 2"]
+    record_changes(tmp_path, 5, [])
+    assert read_changes(tmp_path) == [(3, ["a: 1 -> 2"])]
+    record_changes(tmp_path, 3, ["a: 1 -> 9"])
+    assert read_changes(tmp_path) == [(3, ["a: 1 -> 9"])]
+    record_changes(tmp_path, 3, [])
+    assert read_changes(tmp_path) == []
+
+
+def test_report_shows_changes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
+    record_changes(tmp_path, 3, ["reward.scale: 1.0 -> 2.0"])
+    assert "settings changed after step 3: reward.scale: 1.0 -> 2.0" in report(str(tmp_path)).splitlines()
+    (tmp_path / "changes.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"changes\.jsonl, line 1 has no step; remove the line"):
+        report(str(tmp_path))

@@ -27,13 +27,10 @@ def embedded(page: bytes) -> Any:
 def test_curves_keep_steps_and_gaps() -> None:
     """Values have six digits. Nonfinite values are None. Rare metrics have two lists. Hours count the time in steps."""
     result = curves(
-        {
-            3: {"reward/mean": 1.0, "time/step": 1800.0},
-            1: {"reward/mean": 0.12345678, "time/step": 3600.0, "eval/reward_mean": 0.25},
-            2: {"reward/mean": math.nan},
-        },
+        {3: {"reward/mean": 1.0, "time/step": 1800.0},
+         1: {"reward/mean": 0.12345678, "time/step": 3600.0, "eval/reward_mean": 0.25}, 2: {"reward/mean": math.nan}},
         10,
-    )
+    )  # fmt: skip
     assert result.plain() == {
         "steps": [1, 2, 3],
         "hours": [1, 1, 1.5],
@@ -123,14 +120,9 @@ def test_samples_contain_numbers_of_tokens(tmp_path: Path) -> None:
     assert first["tokens"] == ["\x1b[2J", "é\n", "ok"] and first["own"] == [1, 0, 1]
     columns: Any = first["columns"]
     assert dict(columns) == {
-        "logprob": [-0.5, None, -2],
-        "value": [0.5, None, 0.5],
-        "advantage": [0.25, None, 0.5],
-        "return": [0.75, None, 1],
-        "reward": [0, 0, 1],
-        "ratio": [1.649, None, 1],
-        "version": [7, 7, 7],
-    }
+        "logprob": [-0.5, None, -2], "value": [0.5, None, 0.5], "advantage": [0.25, None, 0.5],
+        "return": [0.75, None, 1], "reward": [0, 0, 1], "ratio": [1.649, None, 1], "version": [7, 7, 7],
+    }  # fmt: skip
 
 
 def test_page_has_a_limit_of_tokens(tmp_path: Path) -> None:
@@ -153,11 +145,8 @@ def test_texts_of_a_run_contain_no_secrets(tmp_path: Path) -> None:
     samples = written_samples(tmp_path)
     assert len(samples) == 100 and samples[0]["step"] == 100
     assert (samples[0]["response"], samples[0]["answer"], samples[0]["reward"], samples[0]["length"]) == (
-        "nan",
-        None,
-        None,
-        2,
-    )
+        "nan", None, None, 2,
+    )  # fmt: skip
     assert (samples[-1]["prompt"], samples[-1]["answer"], samples[-1]["reward"]) == ("Bearer (hidden)", "2", None)
     assert len(str(samples[-1]["response"])) == 2_000
     record = {"step": 7, "role": "actor", "minibatch": 2, "reasons": ["gradient norm 9, usually 1"], "samples": []}

@@ -15,8 +15,8 @@ import torch
 
 from megappo.config import load_config
 from megappo.megatron.roles import Update
-from megappo.observe.console import LiveView, PlainView
-from megappo.observe.progress import PROGRESS, SAMPLES, StageProgress, duration
+from megappo.observe.terminal.console import LiveView, PlainView
+from megappo.observe.terminal.progress import PROGRESS, SAMPLES, StageProgress, duration
 from megappo.ppo import updates
 from megappo.types import Samples
 from tests.support.places import BASE

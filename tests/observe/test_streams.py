@@ -25,7 +25,7 @@ ASCII = {"PYTHONIOENCODING": "ascii"}
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 SEVERAL = """
 import json, sys
-from megappo.observe.streams import prepare_streams
+from megappo.observe.terminal.streams import prepare_streams
 prepare_streams()
 import megappo.cli
 codes = [megappo.cli.main(arguments) for arguments in json.loads(sys.argv[2])]
@@ -49,14 +49,11 @@ def with_tables(folder: Path) -> list[list[str]]:
     """Return commands that print a table or the text of a user. The first command writes the run for `report`."""
     directory = f"run.directory={folder}/run"
     return [
-        ["train", QUICKSTART, directory, *ONE_STEP],
-        ["plan", QUICKSTART, "--machine", "cpu", "--gpus", "2"],
+        ["train", QUICKSTART, directory, *ONE_STEP], ["plan", QUICKSTART, "--machine", "cpu", "--gpus", "2"],
         ["plan", QUICKSTART, "--machine", "cpu", "--gpus", "2", "--search"],
         ["train", QUICKSTART, "--dry-run", f"run.directory={folder}/é…/other", "run.name=naïve"],
-        ["report", f"{folder}/run"],
-        ["settings", "algorithm"],
-        ["completion", "bash"],
-    ]
+        ["report", f"{folder}/run"], ["settings", "algorithm"], ["completion", "bash"],
+    ]  # fmt: skip
 
 
 def test_run_with_closed_output_succeeds(tmp_path: Path) -> None:

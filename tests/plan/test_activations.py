@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from megappo.families import gemma2, gemma3_text
-from megappo.families.architecture import ArchitectureConfig, ArchitectureExtensions
+from megappo.families.architecture import ArchitectureExtensions
 from megappo.families.blocks import QueryKeyNorms
-from megappo.plan.activations import (
+from megappo.families.declaration import ArchitectureConfig
+from megappo.plan.bytes.activations import (
     activation_bytes,
     head_bytes,
     layer_bytes_per_token,

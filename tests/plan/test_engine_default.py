@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from megappo.config.derive import derive_run, describe
 from megappo.doctor import software
 from megappo.plan.deadlines import WATCHED_COLLECTIVE_SECONDS, planned_deadlines
 from megappo.plan.engines import other_engine
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.here import machine_like, plan_start
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import ASSUMED, MACHINES, Machine
 from megappo.plan.planner import make_plan, read_models
 from megappo.runtime import accelerations, device
 from megappo.runtime.accelerations import Accelerations, Library
@@ -28,23 +28,18 @@ from tests.support.plan import machine
 SMALL = ROOT / "configs" / "qwen3_0.6b_1gpu_gsm8k.yaml"
 MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 EXPERTS = ROOT / "tests/support/qwen3_30b_a3b_4node.yaml"
-UNSET = ("rollout.engine=null", "rollout.sglang=null")
+UNSET = ("rollout.engine=null", "rollout.servers=null")
 
 
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.mark.parametrize(("machine", "engine"), [("h100", "sglang"), ("cpu", "transformers")])
+@pytest.mark.parametrize(
+    ("machine", "engine"), [("h100", "rollout.servers={}"), ("cpu", "rollout.engine=transformers")]
+)
 def test_plan_follows_its_machine(machine: str, engine: str) -> None:
     models = read_models(load_config(SMALL), ROOT / "configs" / "models").models
     default, explicit = (
-        make_plan(
-            load_config(SMALL, [*UNSET[:1], f"rollout.engine={engine_name}", "rollout.sglang=null"]), models, m, 1
-        )
+        make_plan(load_config(SMALL, overrides), models, m, 1)
         for m in [find_machine(machine)]
-        for engine_name in ("null", engine)
+        for overrides in (UNSET, [engine])
     )
     assert default == explicit
 
@@ -55,19 +50,21 @@ def test_default_engine_is_resolved_once(on_cuda: bool, engine: str, tmp_path: P
     assert dict(describe(config, derive_run(config, 2)))["rollout"].startswith(engine)
     save_config(config, tmp_path / "config.yaml")
     saved = load_config(tmp_path / "config.yaml")
-    assert saved.rollout.engine == engine
-    assert resolve(saved, on_cuda=not on_cuda).rollout.engine == engine  # the saved choice does not change
-    for engine_name in ("sglang", "transformers"):
-        chosen = resolve(load_config(QUICKSTART, [f"rollout.engine={engine_name}"]), on_cuda=on_cuda)
-        assert chosen.rollout.engine == engine_name
+    assert saved.rollout.engine_name == engine
+    assert resolve(saved, on_cuda=not on_cuda).rollout.engine_name == engine  # the saved choice does not change
+    for setting, name in (("rollout.servers.kind", "sglang"), ("rollout.engine", "transformers")):
+        chosen = resolve(load_config(QUICKSTART, [f"{setting}={name}"]), on_cuda=on_cuda)
+        assert chosen.rollout.engine_name == name
 
 
-def test_settings_of_servers_need_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ("rollout.engine=null", "rollout.sglang={tensor_parallel: 1}")
-    assert main(["plan", str(QUICKSTART), "--machine", "cpu", *overrides]) == 2
-    message = "rollout.sglang is given but rollout.engine is 'transformers', which is the default without CUDA"
+@pytest.mark.parametrize("machine", ["cpu", "h100"])
+def test_settings_of_servers_select_servers(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("rollout.servers={tensor_parallel: 1}", "model.dtype=bfloat16")
+    assert main(["plan", str(QUICKSTART), "--machine", machine, *overrides]) == 0
+    assert "with the embedded engine, the rollout would take" in capsys.readouterr().out
+    assert main(["plan", str(QUICKSTART), "--machine", machine, *overrides, "rollout.engine=transformers"]) == 2
+    message = "rollout: engine 'transformers' and servers are both given; remove servers, or remove engine"
     assert message in capsys.readouterr().err
-    assert main(["plan", str(QUICKSTART), "--machine", "h100", *overrides, "model.dtype=bfloat16"]) == 0
 
 
 def test_servers_on_gpus_reject_float32(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,16 +73,16 @@ def test_servers_on_gpus_reject_float32(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", str(QUICKSTART), "--machine", "h100", "rollout.engine=null"]) == 2
     reason = "model.dtype is float32, which its GPU kernels do not support"
     remedy = "set model.dtype to bfloat16, or rollout.engine to transformers"
-    assert f"rollout.engine is sglang, but {reason}; {remedy}" in capsys.readouterr().err
+    assert f"rollout.servers.kind is sglang, but {reason}; {remedy}" in capsys.readouterr().err
     assert main(["plan", str(QUICKSTART), "--machine", "h100"]) == 0
     assert f"SGLang is not possible: {reason}" in capsys.readouterr().out
-    assert main(["plan", str(QUICKSTART), "--machine", "cpu", "rollout.engine=sglang"]) == 0
+    assert main(["plan", str(QUICKSTART), "--machine", "cpu", "rollout.servers.kind=sglang"]) == 0
 
 
-def test_default_engine_obeys_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.sglang={deterministic: false}"]
-    assert main(["plan", str(QUICKSTART), "--machine", "h100", *overrides]) == 2
-    assert "rollout.when_stopped is keep and rollout.sglang.deterministic is false" in capsys.readouterr().err
+def test_default_engine_obeys_its_rules(errors_of: Callable[..., str]) -> None:
+    overrides = ["rollout.engine=null", "rollout.when_stopped=keep", "rollout.servers={deterministic: false}"]
+    printed = errors_of("plan", QUICKSTART, "--machine", "h100", *overrides)
+    assert "rollout.when_stopped is keep and rollout.servers.deterministic is false" in printed
 
 
 @pytest.mark.waits
@@ -97,54 +94,44 @@ def test_dry_run_checks_the_default_engine(
     monkeypatch.setattr(software, "installed_version", lambda name: None if name == "sglang" else installed(name))
     monkeypatch.setattr(device, "runs_on_cuda", lambda settings: False)
     arguments = [
-        "train",
-        str(QUICKSTART),
-        "--dry-run",
-        *UNSET,
-        "runtime.device=auto",
-        f"run.directory={tmp_path / 'run'}",
-    ]
+        "train", str(QUICKSTART), "--dry-run", *UNSET, "runtime.device=auto", f"run.directory={tmp_path / 'run'}",
+    ]  # fmt: skip
     assert main(arguments) == 0
     output = capsys.readouterr().out
     assert "transformers on every rank" in output and "SGLang is not installed" in output
     assert "plan             2 ranks on this machine's " in output and "with SGLang, the rollout would take" in output
     assert "H100" not in output
     assert main([*arguments, "--machine", "h100"]) == 2  # the machine of the run
-    assert "rollout.engine is sglang, which is not installed" in capsys.readouterr().err
+    assert "rollout.servers.kind is sglang, which is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.waits
 def test_dry_run_plans_for_another_machine_if_too_small(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
     arguments = ["train", str(QUICKSTART), "--dry-run", f"run.directory={tmp_path / 'run'}"]
     small = dataclasses.replace(MACHINES["cpu"], memory_bytes=2.12e9, summary="a small machine")
     monkeypatch.setattr(dry_run, "this_machine", lambda: small)
-    assert main(arguments) == 0
-    plans = [line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if " plan  " in line]
+    plans = [line.split(None, 2)[2] for line in output_of(*arguments).splitlines() if " plan  " in line]
     assert plans[0].startswith("2 ranks on a small machine: does not fit: rank 1 needs ")
     assert plans[1].startswith("2 x H100 SXM, 80 GB instead: fits: ")
     assert plans[-1] == "--machine selects another machine"
-    assert main([*arguments, "runtime.device=cuda"]) == 0
-    assert "\nfine    plan             2 x H100 SXM, 80 GB: fits: " in capsys.readouterr().out
+    assert "\nfine    plan             2 x H100 SXM, 80 GB: fits: " in output_of(*arguments, "runtime.device=cuda")
 
 
 @pytest.mark.parametrize(
     ("path", "machine", "gpus", "overrides"),
-    [
-        (SMALL, "h100", 1, ()),
-        (SMALL, "h100", 1, ("rollout.engine=transformers", "rollout.sglang=null")),
-        (MIDDLE, "h100", 8, ("rollout.engine=transformers", "rollout.sglang=null", "rollout.dtype=float32")),
-        (QUICKSTART, "cpu", 2, ()),
-        (ROOT / "configs/sglang_disaggregated.yaml", "cpu", 2, ("rollout.ahead=2", "rollout.max_lag=2")),
-    ],
-)
+    [(SMALL, "h100", 1, ()), (SMALL, "h100", 1, ("rollout.engine=transformers", "rollout.servers=null")),
+     (MIDDLE, "h100", 8, ("rollout.engine=transformers", "rollout.servers=null", "rollout.dtype=float32")),
+     (QUICKSTART, "cpu", 2, ()),
+     (ROOT / "configs/sglang_disaggregated.yaml", "cpu", 2, ("rollout.ahead=2", "rollout.max_lag=2"))],
+)  # fmt: skip
 def test_other_engine_matches_its_overrides(path: Path, machine: str, gpus: int, overrides: tuple[str, ...]) -> None:
     config, its_machine = load_config(path, overrides), MACHINES[machine]
     models = read_models(config, ROOT / "configs" / "models").models
     other = other_engine(config, models, its_machine, gpus)
     changed = load_config(path, [*overrides, *other.overrides])
-    assert changed.rollout.engine == other.engine != config.rollout.engine
+    assert changed.rollout.engine_name == other.engine != config.rollout.engine_name
     expected = make_plan(changed, models, its_machine, gpus)
     assert expected.fits
     assert expected.stages[0].seconds == other.rollout_seconds
@@ -170,9 +157,9 @@ def test_other_engine_has_the_best_settings() -> None:
     """The embedded engine has batches of up to 512 samples. Servers have one, two, four or eight ranks with tenths of
     the memory. The message reports the ratio of the two times."""
     machine, gpus = MACHINES["h100"], 8
-    batches = [["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={2**n}"]
+    batches = [["rollout.engine=transformers", f"rollout.generate_batch_sequences={2**n}"]
                for n in range(10)]  # fmt: skip
-    servers = [["rollout.engine=sglang", f"rollout.sglang={{tensor_parallel: {tp}, memory_fraction: {tenths / 10}}}"]
+    servers = [[f"rollout.servers={{tensor_parallel: {tp}, memory_fraction: {tenths / 10}}}"]
                for tp in (1, 2, 4, 8) for tenths in range(1, 9)]  # fmt: skip
     models = read_models(load_config(SMALL), ROOT / "configs" / "models").models
     for overrides, others in ((servers[0], batches), (batches[0], servers)):
@@ -191,11 +178,11 @@ def test_candidate_settings_of_servers() -> None:
     Many long samples are generated fastest with eight tenths of the memory, which fit in addition to the resident state
     of the roles."""
     roomy, large = (dataclasses.replace(MACHINES["b200"], memory_bytes=n) for n in (2e12, 3e11))
-    embedded = ["rollout.engine=transformers", "rollout.sglang=null"]
+    embedded = ["rollout.engine=transformers"]
     cases = (
-        (MIDDLE, roomy, 3, ["rollout.prompts_per_step=3"], "rollout.sglang.tensor_parallel=2"),
-        (MIDDLE, roomy, 4, ["rollout.prompts_per_step=4"], "rollout.sglang.tensor_parallel=4"),
-        (SMALL, large, 1, ["rollout.max_response_tokens=8192"], "rollout.sglang.memory_fraction=0.8"),
+        (MIDDLE, roomy, 3, ["rollout.prompts_per_step=3"], "rollout.servers.tensor_parallel=2"),
+        (MIDDLE, roomy, 4, ["rollout.prompts_per_step=4"], "rollout.servers.tensor_parallel=4"),
+        (SMALL, large, 1, ["rollout.max_response_tokens=8192"], "rollout.servers.memory_fraction=0.8"),
     )
     for model, its_machine, gpus, changes, override in cases:
         models = read_models(load_config(model), ROOT / "configs" / "models").models
@@ -219,26 +206,23 @@ def test_missing_memory_for_an_engine_is_reported() -> None:
     other = other_engine(config, models, MACHINES["h100"], 32)
     assert (other.rollout_seconds, other.overrides) == (None, ())
     whole = "the embedded engine does not fit: the engine keeps a whole model on every rank"
-    assert (
-        other.sentence
-        == f"{whole}, also during training; with `offload` of a role, the engine leaves the device during training"
-    )
+    message = f"{whole}, also during training; with `offload` of a role, the engine leaves the device during training"
+    assert other.sentence == message
     config = load_config(EXPERTS, ["actor.offload=true"])
     assert other_engine(config, models, MACHINES["h100"], 32).sentence == whole
 
 
-def test_sglang_is_faster_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(SMALL), "--machine", "h100", "--gpus", "1", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+def test_sglang_is_faster_on_a_gpu(output_of: Callable[..., str]) -> None:
+    content = json.loads(output_of("plan", SMALL, "--machine", "h100", "--gpus", "1", "--json"))
     rollout = content["plan"]["stages"][0]["seconds"]
     assert content["other_engine"]["engine"] == "transformers"
     assert content["other_engine"]["rollout_seconds"] > 2 * rollout
-    assert main(["plan", str(SMALL), "--machine", "h100", "--gpus", "1"]) == 0
-    assert "\nwith the embedded engine, the rollout would take " in capsys.readouterr().out
+    printed = output_of("plan", SMALL, "--machine", "h100", "--gpus", "1")
+    assert "\nwith the embedded engine, the rollout would take " in printed
 
 
 def test_run_gets_its_plan_and_deadlines() -> None:
-    config = resolve(load_config(QUICKSTART, ["rollout.engine=sglang"]), on_cuda=False)
+    config = resolve(load_config(QUICKSTART, ["rollout.servers.kind=sglang"]), on_cuda=False)
     layout = {"tensor_parallel": 1, "pipeline_parallel": 2, "pipeline_layers": (3, 1)}
     actor = config.actor.model_copy(update={"layout": config.actor.layout.model_copy(update=layout)})
     start = plan_start(config.model_copy(update={"actor": actor}), 2, MACHINES["cpu"])
@@ -260,11 +244,8 @@ def test_context_parallel_windows_need_attention_of_torch(tmp_path: Path, monkey
     window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     (folder / "config.json").write_text(json.dumps({**content, "model_type": "qwen3", **window}))
     settings = [
-        f"model.path={folder}",
-        "actor.layout={context_parallel: 2}",
-        "critic.layout={}",
-        "model.dtype=bfloat16",
-    ]
+        f"model.path={folder}", "actor.layout={context_parallel: 2}", "critic.layout={}", "model.dtype=bfloat16",
+    ]  # fmt: skip
     config = resolve(load_config(QUICKSTART, settings), on_cuda=False)
     plan_start(config, 2, MACHINES["cpu"])
     engine = Accelerations(engine=Library("Transformer Engine", "2.10.0"))
@@ -306,7 +287,7 @@ def test_saved_settings_give_the_same_deadlines(tmp_path: Path) -> None:
 def test_start_deadline_includes_loading_and_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start timeout of the servers must end a server that does not answer, with the output of the server, before
     the watchdog does."""
-    slow = resolve(load_config(SMALL, ["rollout.sglang.start_timeout_seconds=3000"]), on_cuda=True)
+    slow = resolve(load_config(SMALL, ["rollout.servers.start_timeout_seconds=3000"]), on_cuda=True)
     assert planned_deadlines(slow, {"rollout": 1.0, "start": 100.0}).of_phases == {"start": 3700.0}
     config = resolve(load_config(QUICKSTART), on_cuda=False)
     disk = dataclasses.replace(ASSUMED, checkpoint_bytes_per_second=1e3)
@@ -333,13 +314,10 @@ def test_collectives_outlast_continuing_phases() -> None:
 
 @pytest.mark.parametrize(
     ("override", "phases", "request_seconds"),
-    [
-        ("runtime.phase_timeouts_seconds={rollout: 60}", {"rollout": 60.0, "evaluate": 4000.0}, 4000.0),
-        ("runtime.phase_timeout_seconds=70", {}, 4000.0),
-        ("runtime.phase_timeout_seconds=null", {}, 4000.0),
-        ("rollout.sglang.request_timeout_seconds=80", {"rollout": 4000.0, "evaluate": 4000.0}, 80.0),
-    ],
-)
+    [("runtime.phase_timeouts_seconds={rollout: 60}", {"rollout": 60.0, "evaluate": 4000.0}, 4000.0),
+     ("runtime.phase_timeout_seconds=70", {}, 4000.0), ("runtime.phase_timeout_seconds=null", {}, 4000.0),
+     ("rollout.servers.request_timeout_seconds=80", {"rollout": 4000.0, "evaluate": 4000.0}, 80.0)],
+)  # fmt: skip
 def test_explicit_deadlines_are_unchanged(override: str, phases: dict[str, float], request_seconds: float) -> None:
     deadlines = planned_deadlines(load_config(SMALL, [override]), {"rollout": 1000.0, "evaluate": 1000.0})
     assert deadlines.of_phases == phases
@@ -359,15 +337,11 @@ def test_longer_responses_have_later_deadlines() -> None:
 @pytest.mark.parametrize(
     ("device", "gigabytes", "name"),
     [
-        ("NVIDIA A100-SXM4-40GB", 42.3, "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", 85.0, "a100-80"),
-        ("NVIDIA H100 80GB HBM3", 85.0, "h100"),
-        ("NVIDIA H200", 150.0, "h200"),
-        ("NVIDIA H20", 102.0, "h20"),
-        ("NVIDIA L40S", 47.7, "l40s"),
-        ("Some GPU", 12.0, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 42.3, "a100-40"), ("NVIDIA A100-SXM4-80GB", 85.0, "a100-80"),
+        ("NVIDIA H100 80GB HBM3", 85.0, "h100"), ("NVIDIA H200", 150.0, "h200"), ("NVIDIA H20", 102.0, "h20"),
+        ("NVIDIA L40S", 47.7, "l40s"), ("Some GPU", 12.0, "h100"),
     ],
-)
+)  # fmt: skip
 def test_device_matches_the_table(device: str, gigabytes: float, name: str) -> None:
     machine = machine_like(device, gigabytes * 1e9)
     assert (machine.name, machine.memory_bytes) == (name, gigabytes * 1e9)

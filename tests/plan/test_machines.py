@@ -15,10 +15,10 @@ import torch
 
 from megappo.cli import main
 from megappo.config import ConfigError, load_config
-from megappo.observe.throughput import peak_flops
+from megappo.observe.timing.throughput import peak_flops
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import ASSUMED, MACHINES
 from megappo.plan.here import this_machine
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import ASSUMED, MACHINES
 from megappo.plan.planner import make_plan, read_models
 from tests.support.places import ROOT
 
@@ -26,19 +26,11 @@ EXAMPLE = ROOT / "configs" / "machines" / "rtx4090.yaml"
 SMALL = "configs/qwen3_0.6b_1gpu_gsm8k.yaml"
 
 
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.parametrize(
     ("overrides", "code", "verdict"),
-    [
-        ([], 0, "fits: rank 0 needs"),
-        (["actor.microbatch_budget_tokens=65536"], 1, "does not fit: rank 0 needs"),
-        (["actor.microbatch_budget_tokens=65536", "--json"], 1, '"fits": false'),
-    ],
-)
+    [([], 0, "fits: rank 0 needs"), (["actor.microbatch_budget_tokens=65536"], 1, "does not fit: rank 0 needs"),
+     (["actor.microbatch_budget_tokens=65536", "--json"], 1, '"fits": false')],
+)  # fmt: skip
 def test_plan_without_room_exits_with_an_error(
     overrides: list[str], code: int, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,16 +39,11 @@ def test_plan_without_room_exits_with_an_error(
 
 
 PUBLISHED = {
-    "a100-40": (312, 19.5, 40, 1.555, 300, 25),
-    "a100-80": (312, 19.5, 80, 2.039, 300, 25),
-    "h100": (989, 67, 80, 3.35, 450, 50),
-    "h800": (989, 67, 80, 3.35, 200, 50),
-    "h200": (989, 67, 141, 4.8, 450, 50),
-    "h20": (148, 44, 96, 4.0, 450, 50),
-    "b200": (2250, 75, 180, 8, 900, 50),
-    "l40s": (362.05, 91.6, 48, 0.864, 32, 25),
+    "a100-40": (312, 19.5, 40, 1.555, 300, 25), "a100-80": (312, 19.5, 80, 2.039, 300, 25),
+    "h100": (989, 67, 80, 3.35, 450, 50), "h800": (989, 67, 80, 3.35, 200, 50), "h200": (989, 67, 141, 4.8, 450, 50),
+    "h20": (148, 44, 96, 4.0, 450, 50), "b200": (2250, 75, 180, 8, 900, 50), "l40s": (362.05, 91.6, 48, 0.864, 32, 25),
     "cpu": (229.376, 7.168, 512, 0.3072, 307.2, 12.5),
-}
+}  # fmt: skip
 """Figures of the data sheets: TFLOP/s of bfloat16 and float32, GB, TB/s, GB/s in one direction inside a node and
 between nodes. The CPU has 56 cores of 2 GHz, 2,048 and 64 operations per cycle, and eight channels of 38.4 GB/s."""
 
@@ -161,14 +148,10 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "tera"),
     [
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA H20", 148),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H800", 989),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA L40", None),
+        ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA H20", 148), ("NVIDIA H200", 989), ("NVIDIA H800", 989),
+        ("NVIDIA L40S", 362.05), ("NVIDIA L40", None),
     ],
-)
+)  # fmt: skip
 def test_peak_follows_the_whole_device_name(device: str, tera: float | None) -> None:
     assert peak_flops(device) == (None if tera is None else pytest.approx(tera * 1e12))
 
@@ -224,12 +207,9 @@ def test_mistakes_in_machine_files_are_reported(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("nowhere/machine.yaml", "there is no file nowhere/machine.yaml"),
-        ("configs", "must be a100-40, a100-80, h100"),
-        ("V100", "or a YAML file that describes one"),
-    ],
-)
+    [("nowhere/machine.yaml", "there is no file nowhere/machine.yaml"), ("configs", "must be a100-40, a100-80, h100"),
+     ("V100", "or a YAML file that describes one")],
+)  # fmt: skip
 def test_unknown_machine(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         find_machine(name)

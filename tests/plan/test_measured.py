@@ -14,9 +14,9 @@ import yaml
 from transformers import AutoConfig
 
 from megappo.config import load_config
-from megappo.plan.activations import activation_bytes, layer_bytes_per_token, layers_in_flight
+from megappo.plan.bytes.activations import activation_bytes, layer_bytes_per_token, layers_in_flight
+from megappo.plan.bytes.memory import role_memory
 from megappo.plan.inputs import RoleSetup, Workload, make_setup
-from megappo.plan.memory import role_memory
 from megappo.plan.planner import read_models
 from tests.support.harness import run_worker
 
@@ -40,27 +40,21 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
         f"critic.{TP2}", "critic.freeze=[attention, embeddings]", "actor.layout.ranks=1", *ONE_MICROBATCH,
     ]),
     "apart": ("llama", 2, ["actor.layout.ranks=1", "critic.layout.first_rank=1", *ONE_MICROBATCH]),
-    "in-flight": ("qwen3", 2, [
-        f"actor.{PP2}", "actor.layout.deallocate_pipeline_outputs=false", f"critic.{PP2}",
+    "in-flight": ("qwen3", 2, [f"actor.{PP2}", "actor.layout.deallocate_pipeline_outputs=false", f"critic.{PP2}",
         "critic.layout.virtual_pipeline_chunks=2",
-        *(f"{role}.microbatch_budget_tokens={2 * (PROMPT + RESPONSE)}" for role in BOTH),
-    ]),
+        *(f"{role}.microbatch_budget_tokens={2 * (PROMPT + RESPONSE)}" for role in BOTH)]),
     "uneven": ("qwen3", 3, [
         f"actor.{PP3}", f"critic.{PP3}", "critic.layout.pipeline_layers=[2, 1, 1]", *ONE_MICROBATCH,
     ]),
-    "uneven-in-flight": ("qwen3-five", 2, [
-        f"actor.{PP2}", "actor.layout.pipeline_layers=[2, 3]", f"critic.{PP2}",
+    "uneven-in-flight": ("qwen3-five", 2, [f"actor.{PP2}", "actor.layout.pipeline_layers=[2, 3]", f"critic.{PP2}",
         "critic.layout.virtual_pipeline_chunks=2", "critic.layout.pipeline_layers=[1, 1, 2, 1]",
-        *(f"{role}.microbatch_budget_tokens={2 * (PROMPT + RESPONSE)}" for role in BOTH),
-    ]),
+        *(f"{role}.microbatch_budget_tokens={2 * (PROMPT + RESPONSE)}" for role in BOTH)]),
     "experts": ("qwen3_moe", 2, [
         "actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true",
         "critic.layout.expert_parallel=2", "actor.optimizer.distributed=true", *ONE_MICROBATCH,
     ]),
-    "sinks": ("gpt_oss", 2, [
-        "actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true",
-        "critic.layout.expert_parallel=2", "critic.recompute=selective", *ONE_MICROBATCH,
-    ]),
+    "sinks": ("gpt_oss", 2, ["actor.layout.expert_parallel=2", f"critic.{TP2}", "critic.layout.sequence_parallel=true",
+        "critic.layout.expert_parallel=2", "critic.recompute=selective", *ONE_MICROBATCH]),
     "latents": ("deepseek_v3", 2, [
         *(f"actor.layout.{x}" for x in ("tensor_parallel=2", "sequence_parallel=true", "expert_parallel=2")),
         f"critic.{PP2}", "critic.recompute=selective", *ONE_MICROBATCH,
@@ -71,17 +65,9 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "tp2xpp2": ("qwen3-tied", 4, [f"{r}.{x}" for r in BOTH for x in (TP2, PP2)] + ONE_MICROBATCH),
 }  # fmt: skip
 LATENTS = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
+    "v_head_dim": 20, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0,
+}  # fmt: skip
 PLACES = [(name, role) for name in CASES for role in BOTH]
 
 
@@ -90,16 +76,10 @@ def write_architecture(root: Path, name: str) -> Path:
     family, _, change = name.partition("-")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 5 if change == "five" else 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 160,
-        "vocab_size": 131,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": change == "tied",
-    }
+        "hidden_size": 64, "num_hidden_layers": 5 if change == "five" else 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 160, "vocab_size": 131,
+        "max_position_embeddings": 64, "tie_word_embeddings": change == "tied",
+    }  # fmt: skip
     own = {
         "qwen3_moe": experts,
         "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},

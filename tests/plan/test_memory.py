@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megappo.config.roles import OffloadSettings
-from megappo.families.architecture import ArchitectureConfig
-from megappo.plan.activations import activation_bytes, head_bytes, transient_bytes
-from megappo.plan.elements import stage_parameters
+from megappo.config.sections.roles import OffloadSettings
+from megappo.families.declaration import ArchitectureConfig
+from megappo.plan.bytes.activations import activation_bytes, head_bytes, transient_bytes
+from megappo.plan.bytes.elements import stage_parameters
+from megappo.plan.bytes.memory import RankMemory, engine_memory, rank_memory, role_memory, server_memory, sync_bytes
+from megappo.plan.bytes.servers import cache_tokens, running_sequences, server_weights, server_workspace, token_bytes
 from megappo.plan.inputs import RoleSetup, Setup
-from megappo.plan.memory import RankMemory, engine_memory, rank_memory, role_memory, server_memory, sync_bytes
-from megappo.plan.servers import cache_tokens, running_sequences, server_weights, server_workspace, token_bytes
 from tests.support.plan import FFN as F
 from tests.support.plan import HEAD_DIM as D
 from tests.support.plan import HEADS, KV_HEADS, LAYERS, PROMPT, RESPONSE, VOCAB, arch, role, servers, with_experts, work
@@ -216,11 +216,8 @@ def test_stages_of_each_rank() -> None:
     names = {rank: [(r.role, r.stage) for r in memories[rank].roles] for rank in (0, 1, 5, 8)}
     both = [("actor", 0), ("reference", 0)]
     assert names == {
-        0: [("critic", 0)],
-        1: [("critic", 1)],
-        5: [*both, ("critic", 1)],
-        8: [("actor", 1), ("reference", 1)],
-    }
+        0: [("critic", 0)], 1: [("critic", 1)], 5: [*both, ("critic", 1)], 8: [("actor", 1), ("reference", 1)],
+    }  # fmt: skip
     engine, memory = engine_memory(setup.actor.arch, setup.work), memories[5]
     actor, reference, critic = memory.roles
     stays = 7 + actor.resident + reference.resident + critic.resident

@@ -4,76 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import re
-import shlex
 import time
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.cli import main
 from megappo.config import Config, ConfigError, load_config
 from megappo.config.pipeline import balanced_layers, even_layers
 from megappo.families import FAMILIES
-from megappo.observe.throughput import peak_flops, training_flops_per_token
-from megappo.plan.activations import layers_in_flight
-from megappo.plan.elements import stage_parameters
+from megappo.observe.timing.throughput import peak_flops, training_flops_per_token
+from megappo.plan.bytes.activations import layers_in_flight
+from megappo.plan.bytes.elements import stage_parameters
+from megappo.plan.bytes.memory import bucket_bytes, engine_memory, sync_bytes
+from megappo.plan.bytes.sizes import model_sizes
+from megappo.plan.hardware.machine_file import find_machine
+from megappo.plan.hardware.machines import MACHINES
 from megappo.plan.inputs import Models, RoleSetup, make_setup, workload
-from megappo.plan.machine_file import find_machine
-from megappo.plan.machines import MACHINES
-from megappo.plan.memory import bucket_bytes, engine_memory, sync_bytes
 from megappo.plan.planner import Plan, fewest_ranks, make_plan, read_models
 from megappo.plan.search import Proposal, best_layouts, nearest_fit, remedy
-from megappo.plan.sizes import model_sizes
-from tests.support.harness import start
-from tests.support.places import ROOT
+from tests.support.planned import LARGE, MIDDLE, MODELS, ON, PUBLISHED, SMALL, load, models_of, plan
 
-MODELS = ROOT / "configs" / "models"
-SMALL, MIDDLE, LARGE = (
-    ROOT / f"{name}.yaml"
-    for name in ("configs/qwen3_0.6b_1gpu_gsm8k", "tests/support/qwen3_8b_8gpu", "tests/support/qwen3_32b_2node")
-)
-SHIPPED, SHIPPED_LARGE = (ROOT / f"configs/{name}.yaml" for name in ("qwen3_8b_8gpu_math", "qwen3_32b_2node_math"))
-"""Paths for the command. The configurations of their models are in the same folder."""
-ON = {SMALL: ("h100", 1), MIDDLE: ("h100", 8), LARGE: ("h200", 16), SHIPPED: ("h100", 8)}
-EMBEDDED = {
-    path: ["rollout.engine=transformers", "rollout.sglang=null", f"rollout.generate_batch_sequences={batch}"]
-    for path, batch in {SMALL: 128, MIDDLE: 16, LARGE: 8, SHIPPED: 16, SHIPPED_LARGE: 8}.items()
-}
-"""Here plans use the engine inside the trainer. test_servers.py covers servers of SGLang."""
-# Weights of the published safetensors files.
-PUBLISHED = {"Qwen3-0.6B": 596_049_920, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264}
 EXPERTS = {"Qwen3-30B-A3B": (30_532_122_624, 3e9), "Qwen3-235B-A22B": (235_093_634_560, 22e9)}
 """Models with experts: all weights, and the weights per token that their model cards report."""
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-@cache
-def models_of(path: Path) -> Models:
-    return read_models(load_config(path), MODELS).models
-
-
-def load(path: Path, *overrides: str) -> Config:
-    return load_config(path, [*EMBEDDED[path], *overrides])
-
-
-def plan(path: Path, *overrides: str, machine: str | None = None, gpus: int | None = None) -> Plan:
-    name, count = ON[path]
-    return make_plan(load(path, *overrides), models_of(path), find_machine(machine or name), gpus or count)
 
 
 def resident(result: Plan, role: str) -> float:
@@ -257,9 +214,9 @@ def test_buckets_by_hand() -> None:
     assert plan(MIDDLE, *embedded).fullest.sync == 2 * embedding
     assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**10}").fullest.sync == 2 * 10**10
     assert plan(MIDDLE, *embedded, f"rollout.sync_bucket_bytes={10**12}").fullest.sync == 2 * 2 * PUBLISHED["Qwen3-8B"]
-    base = plan(MIDDLE, "rollout.engine=sglang", "actor.layout.tensor_parallel=4").fullest.sync
+    base = plan(MIDDLE, "rollout.servers={tensor_parallel: 1}", "actor.layout.tensor_parallel=4").fullest.sync
     assert base == 3 * embedding
-    config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 1}"])
+    config = load_config(MIDDLE, ["rollout.servers={tensor_parallel: 1}"])
     setup = make_setup(config, models_of(MIDDLE), 8, on_cuda=True, device_bytes=80e9)
     arch = dataclasses.replace(setup.actor.arch, experts=4, declaration=FAMILIES["qwen3_moe"])
     waiting = 2 * 4 * 3 * 12288 * 4096
@@ -436,92 +393,10 @@ def test_search_beats_the_shipped_layouts() -> None:
         assert best.step_seconds <= plan(path).step_seconds
 
 
-def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(["plan", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_verdict_names_the_assumed_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    assumed = "(planned for 4 x h100, the fewest that the layouts need; --gpus N plans another number)"
-    assert main(["plan", "configs/qwen3_8b_8gpu_math.yaml", "--machine", "h100"]) == 1
-    assert f"GB are usable {assumed}\n" in capsys.readouterr().out
-    assert main(["plan", "configs/qwen3_8b_8gpu_math.yaml", "--machine", "h100", "--gpus", "8"]) == 0
-    assert "planned for" not in capsys.readouterr().out.partition("assumed:")[0]
-
-
-def test_json_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = command(capsys, str(SHIPPED), "--machine", "h100", "--json", "--gpus", "8", *EMBEDDED[SHIPPED])
-    assert (code, err) == (0, "")
-    content = json.loads(out)
-    assert TypeAdapter(Plan).validate_python(content["plan"]) == plan(SHIPPED)
-    assert content["layouts"] == []
-    assert content["notes"] == [f"Qwen/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}"]
-    ranks = content["plan"]["ranks"][0]
-    assert ranks["peak_bytes"] == max(ranks["stages"].values()) == ranks["stages"][ranks["peak_stage"]]
-    code, out, _ = command(capsys, str(SHIPPED_LARGE), "--machine", "h100", "--json", *EMBEDDED[SHIPPED_LARGE])
-    assert code == 1
-    content = json.loads(out)
-    assert not content["plan"]["fits"] and content["layouts"][0]["machine"] == "h200"
-    code, out, _ = command(capsys, str(SHIPPED), "--gpus", "8", "--search", "--json", *EMBEDDED[SHIPPED])
-    content = json.loads(out)
-    proposals = [TypeAdapter(Proposal).validate_python(p) for p in content["layouts"]]
-    assert content["plan"] is None
-    assert proposals == best_layouts(load(SHIPPED), models_of(SHIPPED), MACHINES["h100"], 8)
-
-
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(capsys, "configs/quickstart.yaml", "runtime.device=cpu")
-    assert code == 0
-    assert "quickstart on 2 x cpu: MB on" in out
-    for word in ("actor", "critic", "engine", "update_critic", "update_actor", "sync", "fits: ", "assumed: 40%"):
-        assert word in out
-    code, out, _ = command(capsys, str(SHIPPED), "--search", "--machine", "b200", "--gpus", "8")
-    assert code == 0 and "layouts on 8 x b200, the fastest first" in out and "actor: TP " in out
-
-
-def test_models_of_other_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = command(
-        capsys, str(SHIPPED), "--gpus", "8", "model.path=/data/models/Qwen3-8B", "critic.path=Qwen3-0.6B"
-    )
-    assert code == 0
-    assert "/data/models/Qwen3-8B is planned from" in out and "Qwen3-0.6B is planned from" in out
-    elsewhere = tmp_path / "run.yaml"
-    elsewhere.write_text(SHIPPED.read_text())
-    assert command(capsys, str(elsewhere), "--gpus", "8", f"model.path={MODELS / 'Qwen3-8B'}")[0] == 0
-    code, out, _ = command(capsys, str(elsewhere), "--gpus", "8", "model.path=/data/models/Qwen3-8B")
-    assert code == 0 and f"/data/models/Qwen3-8B is planned from {MODELS / 'Qwen3-8B' / 'config.json'}" in out
-    code, _, err = command(capsys, str(elsewhere), "model.path=/data/models/Qwen3-9B")
-    assert code == 2 and "there is no such folder" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--machine", "v100"], "--machine is 'v100', must be a100-40, a100-80, h100, h800,"),
-        (["--gpus", "0"], "--gpus is '0', must be a whole number from 1 to"),
-        (["--gpus", "many"], "--gpus is 'many', must be a whole number from 1 to"),
-        (["--gpus", "9"], "does not divide its 9 ranks"),
-        (["actor.minibatch_sequences=7", "--search"], "actor.minibatch_sequences 7 does not divide"),
-        (["actor.epoch=2"], "did you mean actor.epochs?"),
-        (["--gpus", "1", "--search"], "no layout on 1 x h100 fits; "),
-    ],
-)
-def test_bad_input_is_reported(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    code, out, err = command(capsys, str(SHIPPED), *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert all(line.startswith("megappo: error: ") for line in err.splitlines())
-    if message.startswith(("--", "no layout")):
-        assert err.count("\n") == 1
-
-
 def test_fewest_devices_have_room_for_a_shared_server() -> None:
-    config = load_config(SMALL, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 4}"])
+    config = load_config(SMALL, ["rollout.servers={tensor_parallel: 4}"])
     assert (fewest_ranks(config), fewest_ranks(config, on_cuda=True)) == (1, 4)
-    apart = load_config(
-        SMALL, ["rollout.engine=sglang", "rollout.sglang={tensor_parallel: 4, placement: disaggregated}"]
-    )
+    apart = load_config(SMALL, ["rollout.servers={tensor_parallel: 4, placement: disaggregated}"])
     assert fewest_ranks(apart, on_cuda=True) == 1
 
 
@@ -537,28 +412,6 @@ def test_fewest_ranks() -> None:
     assert ranks("actor.layout={tensor_parallel: 4, ranks: 4}", sixes) == 6  # the actor has four ranks
     assert ranks("critic.layout.first_rank=8", "actor.layout.ranks=8") == 16
     assert ranks("critic.layout.first_rank=4", "actor.layout.ranks=8", "critic.layout.tensor_parallel=2") == 8
-
-
-@pytest.mark.waits
-def test_plan_command_needs_no_device() -> None:
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = start("megappo", "plan", "configs/qwen3_0.6b_1gpu_gsm8k.yaml", environment=variables)
-    assert done.returncode == 0, done.stderr
-    assert "fits: rank 0 needs" in done.stdout
-
-
-def test_readme_shows_the_actual_output(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "megappo" / "plan" / "README.md").read_text()
-    blocks: list[Any] = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
-    commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
-    shown = [line for kind, text in blocks if kind == "" for line in text.splitlines()]
-    assert len(commands) == 5 and len(shown) == 3
-    for line in commands:
-        arguments = shlex.split(line, comments=True)
-        assert arguments[:2] == ["megappo", "plan"]
-        code, out, _ = command(capsys, *arguments[2:])
-        assert code == int("does not fit" in out)
-    assert all(line in out.splitlines() for line in shown)
 
 
 def test_configuration_is_not_changed() -> None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from megappo.config import Config, ConfigError, load_config
-from megappo.config.roles import OffloadSettings
+from megappo.config.sections.roles import OffloadSettings
+from megappo.plan.hardware.machines import MACHINES, Machine
 from megappo.plan.inputs import Models, RoleSettings
-from megappo.plan.machines import MACHINES, Machine
 from megappo.plan.planner import Plan, make_plan
 from megappo.plan.search import best_layouts, nearest_fit, remedy
 from tests.support.places import ROOT
@@ -27,7 +27,7 @@ LONGEST = 100
 GPUS = 6
 PLAIN = ("critic=null", "algorithm.estimator=reinforce_plus_plus")
 STEP = (
-    "rollout.engine=transformers", "rollout.sglang=null", "data.max_prompt_tokens=40", "rollout.max_response_tokens=60",
+    "rollout.engine=transformers", "data.max_prompt_tokens=40", "rollout.max_response_tokens=60",
     "rollout.prompts_per_step=96", "rollout.generate_batch_sequences=6",
 )  # fmt: skip
 BATCHES = (6, 3, 1)
@@ -145,8 +145,7 @@ def with_room(usable_bytes: float) -> Machine:
 @pytest.mark.parametrize(
     ("share", "case"),
     cases(
-        itertools.product([1.0, 0.6, 0.3, 0.1, 0.03, 0.01, 0.003], CASES),
-        quick=[(0.3, "dense"), (0.01, "sequence")],
+        itertools.product([1.0, 0.6, 0.3, 0.1, 0.03, 0.01, 0.003], CASES), quick=[(0.3, "dense"), (0.01, "sequence")]
     ),
 )
 def test_search_matches_the_exhaustive_search(share: float, case: str) -> None:
@@ -252,16 +251,11 @@ def test_remedy_names_larger_machines() -> None:
 @pytest.mark.parametrize(
     ("millions", "machine", "would_do"),
     [
-        (120, "a100-40", "6 x a100-80"),
-        (120, "l40s", "6 x a100-80"),
-        (145, "a100-40", "12 x a100-80"),
-        (160, "a100-40", "24 x a100-80"),
-        (230, "a100-40", "6 x h200"),
-        (230, "h20", "6 x h200"),
-        (330, "h100", "12 x b200"),
-        (500, "a100-40", None),
+        (120, "a100-40", "6 x a100-80"), (120, "l40s", "6 x a100-80"), (145, "a100-40", "12 x a100-80"),
+        (160, "a100-40", "24 x a100-80"), (230, "a100-40", "6 x h200"), (230, "h20", "6 x h200"),
+        (330, "h100", "12 x b200"), (500, "a100-40", None),
     ],
-)
+)  # fmt: skip
 def test_larger_machines_by_vocabulary(millions: int, machine: str, would_do: str | None) -> None:
     """The parameter is millions of tokens of a vocabulary. A hundred million need 54, 47 or 43 GB on each of 6, 12 or
     24 devices, because the heads limit the tensor parallel ranks."""
@@ -277,11 +271,12 @@ def test_larger_machines_by_vocabulary(millions: int, machine: str, would_do: st
 def test_memory_fraction_of_colocated_servers_is_lowered(fraction: str, expected: float | None) -> None:
     """Of 10 GB, a twentieth and 3 GB stay free. Another process has 3 GB, and the roles need 0.3 GB. 3.2 GB remain for
     servers. The first candidate is the next tenth below the setting or the default of 0.6."""
-    servers = "null" if fraction == "null" else f"{{memory_fraction: {fraction}}}"
-    config = load_config(MIDDLE, [*DENSE, "rollout.engine=sglang", f"rollout.sglang={servers}"])
+    servers = "{}" if fraction == "null" else f"{{memory_fraction: {fraction}}}"
+    dense = [override for override in DENSE if override != "rollout.engine=transformers"]
+    config = load_config(MIDDLE, [*dense, f"rollout.servers={servers}"])
     machine = dataclasses.replace(MACHINES["h100"], memory_bytes=10e9)
     nearest = nearest_fit(config, models_of("dense"), machine, GPUS)
     assert nearest is not None
-    assert nearest.overrides == (() if expected is None else (f"rollout.sglang.memory_fraction={expected}",))
+    assert nearest.overrides == (() if expected is None else (f"rollout.servers.memory_fraction={expected}",))
     smaller = dataclasses.replace(machine, memory_bytes=6.8e9)  # less than a tenth remains
     assert nearest_fit(config, models_of("dense"), smaller, GPUS) is None

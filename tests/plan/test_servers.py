@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,26 +12,20 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from megappo.cli import main
 from megappo.config import ConfigError, load_config
-from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.servers.spec import ServerSpec
+from megappo.plan.bytes.servers import cache_tokens, find_servers, server_weights, token_bytes
+from megappo.plan.bytes.sizes import model_sizes
+from megappo.plan.hardware.machines import ASSUMED, MACHINES
 from megappo.plan.inputs import Models
-from megappo.plan.machines import ASSUMED, MACHINES
 from megappo.plan.planner import Plan, make_plan, read_models
 from megappo.plan.search import best_layouts, nearest_fit
-from megappo.plan.servers import cache_tokens, find_servers, server_weights, token_bytes
-from megappo.plan.sizes import model_sizes
 from tests.support.places import ROOT
 
 MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
 LARGE = ROOT / "configs" / "qwen3_32b_64node_disaggregated_dapo_math.yaml"
 KV_BYTES = 2 * 36 * 8 * 128 * 2
 """Bytes per token of Qwen3-8B: keys and values, layers, heads, channels, bytes."""
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 @cache
@@ -40,7 +35,7 @@ def models() -> Models:
 
 def plan(*overrides: str, gpus: int = 8, machine: str = "h200", **servers: object) -> Plan:
     settings = ", ".join(f"{name}: {value}" for name, value in servers.items())
-    changes = ["rollout.engine=sglang", f"rollout.sglang={{{settings}}}", *overrides]
+    changes = [f"rollout.servers={{{settings}}}", *overrides]
     return make_plan(load_config(MIDDLE, changes), models(), MACHINES[machine], gpus)
 
 
@@ -62,11 +57,11 @@ def test_capacity_of_the_cache() -> None:
     arch = models().actor
     assert token_bytes(arch, 1, 2) == KV_BYTES and token_bytes(arch, 4, 2) == KV_BYTES / 4
     assert token_bytes(arch, 16, 2) == KV_BYTES / 8
-    config = load_config(MIDDLE, ["rollout.sglang={memory_fraction: 0.5}"])
+    config = load_config(MIDDLE, ["rollout.servers={memory_fraction: 0.5}"])
     servers = find_servers(config, 8, on_cuda=True, device_bytes=80e9)
     assert servers is not None and servers.count == 8
     assert cache_tokens(arch, servers, 2) == pytest.approx((40e9 - 2 * model_sizes(arch)[0]) / KV_BYTES)
-    limited = load_config(MIDDLE, ["rollout.sglang={max_total_tokens: 9000}"])
+    limited = load_config(MIDDLE, ["rollout.servers={max_total_tokens: 9000}"])
     actual = find_servers(limited, 8, on_cuda=True, device_bytes=80e9)
     assert actual is not None and cache_tokens(arch, actual, 2) == 9000
     on_cpu = find_servers(config, 8, on_cuda=False, device_bytes=80e9)
@@ -88,14 +83,10 @@ def test_colocated_servers_sleep() -> None:
 
 @pytest.mark.parametrize(
     ("path", "machine", "gpus"),
-    [
-        ("configs/qwen3_235b_a22b_16node_dapo_math", "h200", 128),
-        ("configs/qwen3_30b_a3b_4node_math", "h100", 32),
-        ("configs/qwen3_8b_8gpu_math", "h100", 8),
-        ("tests/support/qwen3_30b_a3b_4node", "h100", 32),
-        ("tests/support/qwen3_8b_8gpu", "h100", 8),
-    ],
-)
+    [("configs/qwen3_235b_a22b_16node_dapo_math", "h200", 128), ("configs/qwen3_30b_a3b_4node_math", "h100", 32),
+     ("configs/qwen3_8b_8gpu_math", "h100", 8), ("tests/support/qwen3_30b_a3b_4node", "h100", 32),
+     ("tests/support/qwen3_8b_8gpu", "h100", 8)],
+)  # fmt: skip
 def test_servers_have_the_planned_cache_for_any_free_memory(path: str, machine: str, gpus: int) -> None:
     """SGLang allocates `max-total-tokens` tokens at most. The limit is also the memory before the weights are loaded,
     times mem_fraction_static, less the weights (its kv_cache_configurator.py). Offloaded roles have left the device
@@ -105,8 +96,8 @@ def test_servers_have_the_planned_cache_for_any_free_memory(path: str, machine: 
     device = MACHINES[machine].memory_bytes
     folder = ROOT / "configs" / "models" / Path(config.model.path).name
     spec = ServerSpec.of(config, folder, (1,), on_cuda=True, device_bytes=device)
-    arguments = replace(spec, devices=tuple(range(config.rollout.servers.tensor_parallel))).arguments(1, "key")
-    tp, share = config.rollout.servers.tensor_parallel, config.rollout.servers.memory_fraction
+    arguments = replace(spec, devices=tuple(range(config.rollout.server_settings.tensor_parallel))).arguments(1, "key")
+    tp, share = config.rollout.server_settings.tensor_parallel, config.rollout.server_settings.memory_fraction
     weights, of_token = 2 * server_weights(models_read.actor, tp), token_bytes(models_read.actor, tp, 2)
     assert arguments["max-total-tokens"] == int((share * device - weights) / of_token) > 4 * config.max_sequence_tokens
 
@@ -124,7 +115,7 @@ def test_servers_have_the_planned_cache_for_any_free_memory(path: str, machine: 
 
 def test_servers_on_a_cpu_share_the_machine() -> None:
     """There are two servers of two ranks, and eight trainers. Each trainer has the share of half a server rank."""
-    engine = plan(engines=2, tensor_parallel=2, machine="cpu").fullest.engine
+    engine = plan(count=2, tensor_parallel=2, machine="cpu").fullest.engine
     weights = 2 * server_weights(models().actor, 2)
     cache = 65536 * KV_BYTES / 2
     assert engine.weights == pytest.approx(weights / 2)
@@ -134,7 +125,7 @@ def test_servers_on_a_cpu_share_the_machine() -> None:
 
 
 def test_servers_on_separate_gpus() -> None:
-    result = plan(placement="disaggregated", engines=2, tensor_parallel=2)
+    result = plan(placement="disaggregated", count=2, tensor_parallel=2)
     trainers, servers = result.ranks[0], result.ranks[-1]
     assert (result.gpus, result.server_gpus, servers.ranks) == (8, 4, (0, 1, 2, 3))
     assert servers.of_servers and not trainers.of_servers
@@ -147,50 +138,47 @@ def test_servers_on_separate_gpus() -> None:
 def test_colocated_servers_need_the_gpus_of_ranks() -> None:
     """More servers than the GPUs of the ranks can run are refused. If one server is larger than the GPUs of the ranks,
     the plan adds the missing GPUs."""
-    with pytest.raises(
-        ConfigError,
-        match="engines 5 x tensor_parallel 2 is 10 GPUs, but .* of 8 ranks; set engines to at most 4, or",
-    ):
-        plan(engines=5, tensor_parallel=2)
-    assert plan(engines=4, tensor_parallel=2) == plan(tensor_parallel=2)
-    assert plan(engines=3, tensor_parallel=2).server_gpus == 0
+    message = "count 5 x tensor_parallel 2 is 10 GPUs, but .* of 8 ranks; set count to at most 4, or"
+    with pytest.raises(ConfigError, match=message):
+        plan(count=5, tensor_parallel=2)
+    assert plan(count=4, tensor_parallel=2) == plan(tensor_parallel=2)
+    assert plan(count=3, tensor_parallel=2).server_gpus == 0
     assert plan("actor.layout={}", "critic.layout={}", gpus=2, tensor_parallel=4).server_gpus == 2
 
 
 def test_servers_larger_than_a_node() -> None:
     """The ranks of a large server communicate over the network. A server that needs more devices than its nodes have is
     refused, with the required number."""
-    large: dict[str, Any] = {"placement": "disaggregated", "engines": 2, "tensor_parallel": 8}
+    large: dict[str, Any] = {"placement": "disaggregated", "count": 2, "tensor_parallel": 8}
     one, two = plan(**large), plan(**large, nodes=2)
     assert seconds(two, "rollout") > seconds(one, "rollout") and two.ranks[-1].engine == one.ranks[-1].engine
     with pytest.raises(ConfigError, match="puts 32 ranks of a server on a node, which has 8 devices; set .*nodes to 4"):
-        plan("rollout.sglang.tensor_parallel=32", gpus=32, memory_fraction=0.3)
+        plan("rollout.servers.tensor_parallel=32", gpus=32, memory_fraction=0.3)
     assert plan(gpus=16, tensor_parallel=16, nodes=2, memory_fraction=0.3).fits
-    with pytest.raises(
-        ConfigError, match="nodes is 2, but the ranks 0 to 7 on its devices are not 4 on each of 2 machines"
-    ):
+    message = "nodes is 2, but the ranks 0 to 7 on its devices are not 4 on each of 2 machines"
+    with pytest.raises(ConfigError, match=message):
         plan(gpus=16, tensor_parallel=8, nodes=2, memory_fraction=0.3)
 
 
 def test_time_of_servers() -> None:
     base = plan(memory_fraction=0.3)
     assert seconds(base, "rollout") < seconds(plan_embedded(), "rollout")
-    assert seconds(plan(memory_fraction=0.3, engines=4), "rollout") > seconds(base, "rollout")
+    assert seconds(plan(memory_fraction=0.3, count=4), "rollout") > seconds(base, "rollout")
     assert seconds(plan(memory_fraction=0.15), "rollout") > seconds(base, "rollout")  # fewer concurrent sequences
-    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
+    apart: dict[str, Any] = {"placement": "disaggregated", "count": 8}
     assert seconds(plan(**apart), "sync") > seconds(base, "sync") - ASSUMED.waking_seconds
-    more = plan(**{**apart, "engines": 16})
+    more = plan(**{**apart, "count": 16})
     assert seconds(more, "rollout") < seconds(plan(**apart), "rollout")
     assert seconds(more, "sync") == pytest.approx(2 * seconds(plan(**apart), "sync"))  # two servers per sender
 
 
 def plan_embedded() -> Plan:
-    overrides = ["rollout.engine=transformers", "rollout.sglang=null"]
+    overrides = ["rollout.engine=transformers"]
     return make_plan(load_config(MIDDLE, overrides), models(), MACHINES["h200"], 8)
 
 
 def test_one_step_ahead_hides_the_shorter_part() -> None:
-    apart: dict[str, Any] = {"placement": "disaggregated", "engines": 8}
+    apart: dict[str, Any] = {"placement": "disaggregated", "count": 8}
     after, ahead = plan(**apart), plan("rollout.ahead=1", "algorithm.old_logprob=corrected", **apart)
     assert ahead.stages == after.stages
     rollout = seconds(after, "rollout")
@@ -201,7 +189,7 @@ def test_one_step_ahead_hides_the_shorter_part() -> None:
 def test_a_decoding_step_by_hand() -> None:
     """Plan one server on one GPU. Each decoding step reads weights and caches, and writes logits. The prompts are
     computed before."""
-    result = plan(gpus=8, engines=1, memory_fraction=0.6, max_inflight_sequences=4)
+    result = plan(gpus=8, count=1, memory_fraction=0.6, max_inflight_sequences=4)
     running, response = 32, 3072  # four sequences for each of eight ranks
     config = load_config(MIDDLE)
     assert config.rollout.max_response_tokens == response
@@ -226,19 +214,17 @@ def test_deterministic_inference_is_slower_on_gpus() -> None:
 
 
 def test_nearest_fit_lowers_the_memory_fraction() -> None:
-    config = load_config(MIDDLE, ["rollout.engine=sglang", "rollout.sglang={memory_fraction: 0.7}"])
+    config = load_config(MIDDLE, ["rollout.servers={memory_fraction: 0.7}"])
     proposal = nearest_fit(config, models(), MACHINES["h100"], 8)
-    assert proposal is not None and any(o.startswith("rollout.sglang.memory_fraction=") for o in proposal.overrides)
+    assert proposal is not None and any(o.startswith("rollout.servers.memory_fraction=") for o in proposal.overrides)
     layouts = best_layouts(config, models(), MACHINES["h100"], 8)
     assert layouts and layouts[0].step_seconds == min(p.step_seconds for p in layouts)
 
 
-def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_table(output_of: Callable[..., str]) -> None:
     arguments = ["plan", str(LARGE), "--machine", "h200", "--gpus", "320"]
-    assert main([*arguments, "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(output_of(*arguments, "--json"))
     result = TypeAdapter(Plan).validate_python(content["plan"])
     assert (result.fits, result.server_gpus) == (True, 192)
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+    out = output_of(*arguments)
     assert "320 x h200 and 192 of" in out and "server" in out

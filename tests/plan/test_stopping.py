@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from megappo.cli import main
 from megappo.config import load_config
 from megappo.plan.costs import StageCost
+from megappo.plan.hardware.machines import ASSUMED, MACHINES
 from megappo.plan.inputs import Setup
-from megappo.plan.machines import ASSUMED, MACHINES
 from megappo.plan.planner import Plan, make_plan, read_models
 from megappo.plan.stopping import Stopping, stopping
 from tests.support.places import ROOT
@@ -21,11 +21,6 @@ WEIGHTS = 8_190_735_360
 CRITIC_WEIGHTS = WEIGHTS - 151_936 * 4096 + 4096 + 1
 """The weights of the critic, which has a value head instead of the output matrix."""
 """Both are sizes of Qwen3-8B."""
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def plan(*overrides: str, gpus: int = 8) -> Plan:
@@ -59,22 +54,21 @@ def test_longer_stages_take_longer_to_stop() -> None:
     base = plan().stopping.lead_seconds
     assert plan("actor.epochs=4", "critic.epochs=4").stopping.lead_seconds > base
     assert plan(gpus=32).stopping.lead_seconds < base  # more nodes write, and updates are shorter
-    longer = plan("rollout.prompts_per_step=512", "rollout.sglang.max_inflight_sequences=8")
+    longer = plan("rollout.prompts_per_step=512", "rollout.servers.max_inflight_sequences=8")
     assert longer.stopping.lead_seconds == base  # generation is interrupted
 
 
 def test_checkpoints_follow_the_time_of_a_step() -> None:
-    for overrides in ((), ("rollout.sglang.max_inflight_sequences=1",), ("rollout.prompts_per_step=128",)):
+    for overrides in ((), ("rollout.servers.max_inflight_sequences=1",), ("rollout.prompts_per_step=128",)):
         result = plan(*overrides)
         lost = result.stopping.every_steps * result.step_seconds
         assert lost <= 1800 or result.stopping.every_steps == 1
         assert lost >= result.stopping.checkpoint_seconds
 
 
-def test_plan_reports_the_time_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_the_time_to_stop(output_of: Callable[..., str]) -> None:
     arguments = ["plan", "configs/qwen3_8b_8gpu_math.yaml", "--machine", "h100", "--gpus", "8"]
-    assert main([*arguments, "--json"]) == 0
-    stopping = json.loads(capsys.readouterr().out)["plan"]["stopping"]
+    stopping = json.loads(output_of(*arguments, "--json"))["plan"]["stopping"]
     lead, every, lost = stopping["lead_seconds"], stopping["every_steps"], stopping["lost_seconds"]
     assert 0 < lost <= 1800
     for override, message in (
@@ -85,13 +79,16 @@ def test_plan_reports_the_time_to_stop(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (["checkpoint=null"], "checkpoint is null, and a run that ends early is lost"),
     ):
-        assert main([*arguments, *override]) == 0
-        out = capsys.readouterr().out
+        out = output_of(*arguments, *override)
         assert f"stopping takes up to {lead} seconds: sbatch --signal=USR1@{lead}; " in out and message in out
 
 
 def test_step_longer_than_half_an_hour_is_lost() -> None:
-    overrides = ("rollout.sglang.max_inflight_sequences=1", "rollout.prompts_per_step=4096", "checkpoint.every_steps=1")
+    overrides = (
+        "rollout.servers.max_inflight_sequences=1",
+        "rollout.prompts_per_step=4096",
+        "checkpoint.every_steps=1",
+    )
     result = plan(*overrides)
     minutes = result.step_seconds / 60
     assert minutes > 30

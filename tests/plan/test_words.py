@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.table import Table
 
 from megappo.config import ConfigError, load_config
+from megappo.plan.hardware.machines import MACHINES
 from megappo.plan.inputs import Models
-from megappo.plan.machines import MACHINES
 from megappo.plan.planner import Plan, default_machine, make_plan, read_models
 from megappo.plan.search import Proposal
 from megappo.plan.tables import plan_view, search_view
@@ -21,8 +21,8 @@ from tests.support.places import ROOT
 from tests.support.plan import arch
 
 MIDDLE = ROOT / "tests/support/qwen3_8b_8gpu.yaml"
-EMBEDDED = ("rollout.engine=transformers", "rollout.sglang=null", "rollout.generate_batch_sequences=16")
-APART = ("rollout.sglang={placement: disaggregated, engines: 3}", "actor.layout={tensor_parallel: 4, ranks: 8}",
+EMBEDDED = ("rollout.engine=transformers", "rollout.generate_batch_sequences=16")
+APART = ("rollout.servers={placement: disaggregated, count: 3}", "actor.layout={tensor_parallel: 4, ranks: 8}",
          "critic.layout={tensor_parallel: 8, first_rank: 8}")  # fmt: skip
 PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
 
@@ -121,8 +121,7 @@ def test_table_of_a_search() -> None:
 )  # fmt: skip
 def test_verdict_and_bottleneck(result: Plan) -> None:
     match = re.fullmatch(
-        r"(.*): (ranks? [\d-]+)( of the servers)? (needs?) (\S+) (.B) in (\w+), (\S+) GB are usable",
-        result.verdict,
+        r"(.*): (ranks? [\d-]+)( of the servers)? (needs?) (\S+) (.B) in (\w+), (\S+) GB are usable", result.verdict
     )
     assert match is not None, result.verdict
     fits, ranks, servers, needs, peak, unit, stage, usable = match.groups()
@@ -157,17 +156,16 @@ def test_servers_without_room_are_reported() -> None:
     """Qwen3-8B has 16.4 GB of weights in bfloat16, and 0.6 GB of keys and values for 4,096 tokens. The sum is 17.0 GB.
     0.2 of 80 GB is 16.0 GB."""
     message = (
-        "rollout.sglang.memory_fraction 0.2 gives a server 16.0 GB of each device, but weights and the longest "
-        "sequence take 17.0 GB; raise it, or rollout.sglang.tensor_parallel 1"
+        "rollout.servers.memory_fraction 0.2 gives a server 16.0 GB of each device, but weights and the longest "
+        "sequence take 17.0 GB; raise it, or rollout.servers.tensor_parallel 1"
     )
     with pytest.raises(ConfigError) as refused:
-        plan("rollout.sglang={memory_fraction: 0.2}", machine="h100")
+        plan("rollout.servers={memory_fraction: 0.2}", machine="h100")
     assert str(refused.value) == message
-    assert plan("rollout.sglang={max_total_tokens: 4096}").ranks
-    with pytest.raises(
-        ConfigError, match="max_total_tokens 4095 is below the longest prompt and response, 4096 tokens"
-    ):
-        plan("rollout.sglang={max_total_tokens: 4095}")
+    assert plan("rollout.servers={max_total_tokens: 4096}").ranks
+    sentence = "max_total_tokens 4095 is below the longest prompt and response, 4096 tokens"
+    with pytest.raises(ConfigError, match=sentence):
+        plan("rollout.servers={max_total_tokens: 4095}")
 
 
 def test_default_machine_of_a_plan() -> None:

@@ -9,11 +9,11 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 
 from megappo.commands.guide import section_of, text_of
-from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.base import Settings
 from megappo.config.schema import Config
+from megappo.config.sections.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.observe.metric_docs import METRICS
-from megappo.ppo.advice import ADVICE, GUIDES, Advisor, advice_text, refusal
+from megappo.ppo.reports.advice import ADVICE, GUIDES, Advisor, advice_text, refusal
 
 PLAIN = AlgorithmSettings()
 ADAPTIVE = AlgorithmSettings(kl_in_reward=KLInRewardSettings(coef=0.1, controller="adaptive", per="response"))

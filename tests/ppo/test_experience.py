@@ -18,16 +18,16 @@ from torch import Tensor
 from megappo.checkpoint.files import Marker
 from megappo.checkpoint.versions import PACKAGES, recorded_versions, software_versions
 from megappo.config import Config, ConfigError, derive, load_config
-from megappo.config.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.config.derive import describe
 from megappo.config.rules.algorithm import algorithm_rules
+from megappo.config.sections.algorithm import AlgorithmSettings, KLInRewardSettings
 from megappo.observe.ends import End
-from megappo.ppo import start
-from megappo.ppo.advice import Advisor
+from megappo.ppo.assembly import start
 from megappo.ppo.experience import ExperienceMaker, groups_differ_G
-from megappo.ppo.measures import MismatchError, check_mismatch, rollout_metrics
+from megappo.ppo.reports.advice import Advisor
+from megappo.ppo.reports.measures import MismatchError, check_mismatch, rollout_metrics
 from megappo.preflight import template_time
-from megappo.runtime.tally import Tally
+from megappo.runtime.ranks.tally import Tally
 from megappo.types import Rollouts, Scored
 from megappo_kernels.objectives import kl_estimate
 from tests.support.config import SHAPE
@@ -44,19 +44,12 @@ def rollouts(engine_logprob_BR: Tensor, mask_BR: Tensor) -> Rollouts:
     B = len(mask_BR)
     lengths = mask_BR.sum(-1)
     return Rollouts(
-        prompts=(),
-        sample_ids_B=torch.arange(B),
-        group_ids_B=torch.zeros(B, dtype=torch.int64),
-        sequences=tuple(torch.zeros(int(n) + 1, dtype=torch.int64) for n in lengths),
-        response_lengths_B=lengths,
-        engine_logprob_BR=engine_logprob_BR,
-        response_mask_BR=mask_BR,
-        ends=(End.COMPLETE,) * B,
-        weight_versions_B=torch.zeros(B, dtype=torch.int64),
-        responses=("",) * B,
-        raw_responses=("",) * B,
+        prompts=(), sample_ids_B=torch.arange(B), group_ids_B=torch.zeros(B, dtype=torch.int64),
+        sequences=tuple(torch.zeros(int(n) + 1, dtype=torch.int64) for n in lengths), response_lengths_B=lengths,
+        engine_logprob_BR=engine_logprob_BR, response_mask_BR=mask_BR, ends=(End.COMPLETE,) * B,
+        weight_versions_B=torch.zeros(B, dtype=torch.int64), responses=("",) * B, raw_responses=("",) * B,
         special_tokens_B=torch.zeros(B, dtype=torch.int64),
-    )
+    )  # fmt: skip
 
 
 MASK = torch.tensor([[True, True, False, False], [True, True, True, True]])
@@ -120,11 +113,8 @@ def test_advice_compares_kl_in_the_unit_of_target() -> None:
     cases: list[tuple[dict[str, Any], str]] = [({}, "kl/mean"), ({"per": "response", "target": 0.2}, "kl/per_response")]
     for kl, name in cases:
         settings = KLInRewardSettings(coef=0.1, controller="adaptive", **kl)
-        for metrics, expected in (
-            ({name: settings.target_nats * 1.1}, True),
-            ({name: settings.target_nats * 0.9}, False),
-        ):
-            advisor = Advisor(AlgorithmSettings(kl_in_reward=settings))
+        for factor, expected in ((1.1, True), (0.9, False)):
+            advisor, metrics = Advisor(AlgorithmSettings(kl_in_reward=settings)), {name: settings.target_nats * factor}
             assert any("above its target" in s for k in range(12) for s in advisor.observe(k, metrics)) == expected
 
 
@@ -137,14 +127,11 @@ def with_kl(more: str = "") -> Config:
 
 @pytest.mark.parametrize(
     ("more", "target", "warning"),
-    [
-        ("", "towards 0.01 nats per token", ""),
-        (", per: response", "towards 6 nats per response", ""),
-        (", target: 6.0", "towards 6 nats per token", "set algorithm.kl_in_reward.per: response"),
-        (", target: 0.01, per: response", "0.01 nats per response", "set algorithm.kl_in_reward.per: token"),
-        (", target: 0.2", "towards 0.2 nats per token", ""),
-    ],
-)
+    [("", "towards 0.01 nats per token", ""), (", per: response", "towards 6 nats per response", ""),
+     (", target: 6.0", "towards 6 nats per token", "set algorithm.kl_in_reward.per: response"),
+     (", target: 0.01, per: response", "0.01 nats per response", "set algorithm.kl_in_reward.per: token"),
+     (", target: 0.2", "towards 0.2 nats per token", "")],
+)  # fmt: skip
 def test_kl_target_of_wrong_unit_warns(more: str, target: str, warning: str) -> None:
     config = with_kl(more)
     rows = describe(config, derive(config, 1, SHAPE))
@@ -156,35 +143,24 @@ def test_kl_target_of_wrong_unit_warns(more: str, target: str, warning: str) -> 
 @pytest.mark.parametrize(
     ("more", "samples", "refused"),
     [
-        (", horizon: 31", 32, True),
-        (", horizon: 32", 32, False),
-        ("", 10_016, True),
-        ("", 9_984, False),
+        (", horizon: 31", 32, True), (", horizon: 32", 32, False), ("", 10_016, True), ("", 9_984, False),
         (", controller: fixed", 10_016, False),
     ],
-)
+)  # fmt: skip
 def test_horizon_below_one_step_is_rejected(more: str, samples: int, refused: bool) -> None:
-    overrides = [
-        f"algorithm.kl_in_reward={{coef: 0.1, controller: adaptive{more}}}".replace("adaptive, controller: ", ""),
-        "rollout.samples_per_prompt=8",
-        f"rollout.prompts_per_step={samples // 8}",
-        *(f"{role}.minibatch_sequences={samples}" for role in ("actor", "critic")),
-    ]
-    config = load_config(BASE, overrides)
+    kl = f"algorithm.kl_in_reward={{coef: 0.1, controller: adaptive{more}}}".replace("adaptive, controller: ", "")
+    sizes = [f"{role}.minibatch_sequences={samples}" for role in ("actor", "critic")]
+    sizes += ["rollout.samples_per_prompt=8", f"rollout.prompts_per_step={samples // 8}"]
+    config = load_config(BASE, [kl, *sizes])
     problems = [problem for problem in algorithm_rules(config) if "horizon" in problem]
     assert bool(problems) == refused
     assert not problems or f"must be at least the {samples} samples of a step" in problems[0]
 
 
 def resumed(
-    before: Config,
-    now: Config,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    drop: bool = False,
-    more: Mapping[str, Any] | None = None,
-    versions: Mapping[str, str] | None = None,
-) -> start.Start:
+    before: Config, now: Config, monkeypatch: pytest.MonkeyPatch, *, drop: bool = False,
+    more: Mapping[str, Any] | None = None, versions: Mapping[str, str] | None = None,
+) -> start.Start:  # fmt: skip
     """Return the start of a run with settings `now` that resumes from a checkpoint with settings `before`. With
     `drop`, the checkpoint has no unit of the KL. `more` adds contents to the checkpoint."""
     settings = json.loads(json.dumps(before.model_dump(mode="json")))
@@ -200,14 +176,10 @@ def resumed(
 
 @pytest.mark.parametrize(
     ("before", "now", "expected", "is_reported"),
-    [
-        ("", "", ("response", 6.0), True),
-        (", target: 3.0", ", target: 3.0", ("response", 3.0), True),
-        (", target: 3.0", ", target: 4.0", ("response", 4.0), True),
-        ("", ", per: token", ("token", 0.01), False),
-        ("", ", per: response", ("response", 6.0), False),
-    ],
-)
+    [("", "", ("response", 6.0), True), (", target: 3.0", ", target: 3.0", ("response", 3.0), True),
+     (", target: 3.0", ", target: 4.0", ("response", 4.0), True), ("", ", per: token", ("token", 0.01), False),
+     ("", ", per: response", ("response", 6.0), False)],
+)  # fmt: skip
 def test_checkpoint_without_kl_unit_keeps_nats_per_response(
     before: str, now: str, expected: tuple[str, float], is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,11 +306,8 @@ def test_group_spread_metric_counts_groups() -> None:
 def test_step_without_tokens_has_no_mismatch(version: int) -> None:
     """For example, all episodes have failed. Masked positions may contain any value."""
     nothing = torch.full(MASK.shape, math.nan)
-    batch = replace(
-        rollouts(nothing, MASK & False),
-        response_lengths_B=torch.tensor([1, 4]),
-        weight_versions_B=torch.tensor([version, version]),
-    )
+    batch = rollouts(nothing, MASK & False)
+    batch = replace(batch, response_lengths_B=torch.tensor([1, 4]), weight_versions_B=torch.tensor([version, version]))
     runtime: Any = SimpleNamespace(device=CPU)
     assert check_mismatch(nothing, batch, AlgorithmSettings(), runtime, 7) == {}
 
@@ -453,9 +422,8 @@ def test_finished_run_reports_completed_steps(
         with pytest.raises(ConfigError, match=message):
             resumed(now, now, monkeypatch)
     else:
-        assert [s for s in resumed(now, now, monkeypatch).sentences if s.startswith("run.")] == (
-            [message] if message else []
-        )
+        sentences = [s for s in resumed(now, now, monkeypatch).sentences if s.startswith("run.")]
+        assert sentences == ([message] if message else [])
 
 
 def test_run_keeps_its_start_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from megappo.algo.estimators import Estimator, builtin
 from megappo.config import Config, ConfigError, load_config
-from megappo.megatron.heads import LogprobHead, PolicyTarget
+from megappo.megatron.heads import LogprobHead
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples
 from megappo.plugins import load_function
-from megappo.ppo.methods import check_methods, find_estimator, find_objective
+from megappo.ppo.assembly.methods import check_methods, find_estimator, find_objective
 from megappo.ppo.updates import LossWeights, PolicyTask
 from megappo_kernels.backend import use_backend
 from megappo_kernels.blocks import CHUNK_BYTES
@@ -104,12 +104,9 @@ def test_chunked_output_layer_matches_definition(
     loss: Callable[..., Any] = cispo if name == "cispo" else partial(gspo, low=0.1, high=0.1)
     with use_backend(backend):  # type: ignore[arg-type]
         out = ppo_head_loss(
-            case.hidden,
-            case.weight,
-            case.labels,
-            PolicyInputs(**narrow, sequences=SEQUENCES),
+            case.hidden, case.weight, case.labels, PolicyInputs(**narrow, sequences=SEQUENCES),
             objective=PolicyObjective(policy_loss=loss),
-        )
+        )  # fmt: skip
     out.loss.backward()
     assert out.loss.item() == pytest.approx(by_definition(name, logprob, inputs).item(), abs=1e-6)
     for gradient, exact_gradient in zip(case.gradients(), exact.gradients(), strict=True):
@@ -134,15 +131,16 @@ def test_custom_loss_can_use_the_entropy() -> None:
 
 
 class RecordingHead(LogprobHead):
-    """Records the target of an output layer."""
+    """Records the inputs of the loss in an output layer."""
 
-    target: PolicyTarget | None = None
+    inputs: PolicyInputs | None = None
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
-    def expect(self, batch: PackedBatch, target: PolicyTarget | None = None) -> None:
-        self.target = target
+    def forward(self, hidden: Tensor, batch: PackedBatch, inputs: Any = None, objective: Any = None) -> Any:
+        self.inputs = inputs
+        return hidden.sum(), {}
 
 
 def sequences_of_update(policy_loss: Any) -> Tensor | None:
@@ -151,9 +149,9 @@ def sequences_of_update(policy_loss: Any) -> Tensor | None:
     samples = [PlacedSample(i, torch.ones(4), n, dict.fromkeys(fields, torch.ones(n))) for i, n in ((4, 2), (7, 3))]
     batch = pack_samples(samples, torch.device("cpu"))
     head_stub, weights = RecordingHead(), LossWeights("token-mean", tokens=5, sequences=2, norm_tokens=8)
-    PolicyTask(PolicyObjective(policy_loss=policy_loss), weights).expect(head_stub, batch)
-    assert head_stub.target is not None
-    return head_stub.target.inputs.sequences
+    PolicyTask(PolicyObjective(policy_loss=policy_loss), weights)(head_stub, torch.zeros(8, 1, 4), batch)
+    assert head_stub.inputs is not None
+    return head_stub.inputs.sequences
 
 
 def test_sequences_are_passed_only_on_demand() -> None:
@@ -261,58 +259,40 @@ NO_CRITIC = ("critic=null",)
 UNUSABLE: list[tuple[tuple[str, ...], list[str]]] = [
     (("algorithm.policy_loss=no_such_package:loss",), ["'no_such_package' cannot be imported", "set PYTHONPATH"]),
     ((f"algorithm.policy_loss={ME}:a_summ",), ["has no function 'a_summ'", f"did you mean '{ME}:a_sum'"]),
+    ((f"algorithm.policy_loss={ME}:unknown",),
+     ["cannot be called with (logprob=)", "'reward'; it may take logprob, old_"]),
     (
-        (f"algorithm.policy_loss={ME}:unknown",),
-        ["cannot be called with (logprob=)", "'reward'; it may take logprob, old_"],
-    ),
-    (
-        (
-            "algorithm.policy_loss=configs/examples/05_own_loss/cispo.py:cispo",
-            "algorithm.policy_loss_options={hihg: 1}",
-        ),
+        ("algorithm.policy_loss=configs/examples/05_own_loss/cispo.py:cispo",
+         "algorithm.policy_loss_options={hihg: 1}"),
         ["cannot be called with", "hihg=", "algorithm.policy_loss_options"],
     ),
     ((f"algorithm.policy_loss={ME}:no_tensor",), ["algorithm.policy_loss", "returned str", "number per token"]),
     ((f"algorithm.policy_loss={ME}:a_sum",), ["returned shape (), must be a number per token, (4,)"]),
     ((f"algorithm.policy_loss={ME}:constant",), ["does not depend on the policy"]),
     ((f"algorithm.policy_loss={ME}:odd_metrics",), ["not tensors of shape (4,)"]),
-    (
-        (f"algorithm.policy_loss={ME}:misspelt",),
-        ["algorithm.policy_loss", ": it failed (KeyError: 'los' (", "test_own_methods.py:", ")); fix it"],
-    ),
-    (
-        (f"algorithm.policy_loss={ME}:refuses",),
-        [": it failed (ValueError: oops (", "test_own_methods.py:", ")); fix it"],
-    ),
+    ((f"algorithm.policy_loss={ME}:misspelt",),
+     ["algorithm.policy_loss", ": it failed (KeyError: 'los' (", "test_own_methods.py:", ")); fix it"]),
+    ((f"algorithm.policy_loss={ME}:refuses",),
+     [": it failed (ValueError: oops (", "test_own_methods.py:", ")); fix it"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:of_other_shapes"), ["algorithm.estimator", ": it failed (RuntimeError: "]),
-    (
-        (*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"),
-        ["TypeError: 'Tensor' object is not callable (", ")); fix it"],
-    ),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_no_function"),
+     ["TypeError: 'Tensor' object is not callable (", ")); fix it"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:one_tensor"), ["returned Tensor, must be (advantages, returns)"]),
-    (
-        (*NO_CRITIC, f"algorithm.estimator={ME}:divides_by_0"),
-        ["algorithm.estimator", "it returned advantages or returns that are not finite", "correct the function"],
-    ),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:divides_by_0"),
+     ["algorithm.estimator", "it returned advantages or returns that are not finite", "correct the function"]),
     ((f"algorithm.policy_loss={ME}:log_of_0",), ["algorithm.policy_loss", "it returned a loss or slopes that are not"]),
-    (
-        (f"algorithm.policy_loss={ME}:steep_root",),
-        ["algorithm.policy_loss", "it returned a loss or slopes that are not"],
-    ),
+    ((f"algorithm.policy_loss={ME}:steep_root",),
+     ["algorithm.policy_loss", "it returned a loss or slopes that are not"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:three"), ["returned tuple, must be (advantages, returns)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:scores"), ["advantages has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:sums"), ["returns has shape (2,), must be the mask's (2, 3)"]),
     ((*NO_CRITIC, f"algorithm.estimator={ME}:with_critic"), ["needs a critic", "add the section critic"]),
     ((f"algorithm.estimator={ME}:of_groups",), ["critic is given but", "has none", "critic=null", "argument values"]),
-    (
-        (*NO_CRITIC, f"algorithm.estimator={ME}:of_groups", "rollout.samples_per_prompt=1"),
-        ["compares the samples of a prompt", "set at least 2"],
-    ),
-    (
-        (*NO_CRITIC, f"algorithm.estimator={ME}:of_groups", "algorithm.estimator_options={scale: 2}"),
-        ["cannot be called with", "scale=", "algorithm.estimator_options"],
-    ),
-]
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_groups", "rollout.samples_per_prompt=1"),
+     ["compares the samples of a prompt", "set at least 2"]),
+    ((*NO_CRITIC, f"algorithm.estimator={ME}:of_groups", "algorithm.estimator_options={scale: 2}"),
+     ["cannot be called with", "scale=", "algorithm.estimator_options"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), UNUSABLE, ids=lambda v: v[-1] if isinstance(v, tuple) else "")
@@ -328,9 +308,8 @@ def test_options_require_custom_functions() -> None:
         config("algorithm.policy_loss_options={high: 1}")
     with pytest.raises(ConfigError, match="estimator_options are for"):
         config("algorithm.estimator_options={high: 1}")
-    with pytest.raises(
-        ConfigError, match="'clop' is none of clip, penalty, .*, path/to/file.py:name or package.module:name; did"
-    ):
+    message = "'clop' is none of clip, penalty, .*, path/to/file.py:name or package.module:name; did"
+    with pytest.raises(ConfigError, match=message):
         config("algorithm.policy_loss=clop")
 
 
@@ -361,11 +340,8 @@ def test_objective_gets_settings_by_name() -> None:
     algorithm = config("algorithm.clip_low=0.1", "algorithm.kl_in_loss={coef: 0.3, kind: k2}").algorithm
     objective = find_objective(algorithm, 0.7)
     assert (objective.policy_loss, objective.clip_low, objective.clip_high, objective.dual_clip) == (
-        "clip",
-        0.1,
-        0.2,
-        3.0,
-    )
+        "clip", 0.1, 0.2, 3.0,
+    )  # fmt: skip
     assert (objective.kl, objective.kl_coef, objective.penalty_coef, objective.entropy_coef) == ("k2", 0.3, 0.7, 0.0)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megappo.errors import ConfigError
-from megappo.ppo.rank_agreement import check_alike
+from megappo.ppo.assembly.rank_agreement import check_alike
 from tests.support.attempts import attempts, train
 
 pytestmark = pytest.mark.waits
@@ -67,8 +67,6 @@ def test_differing_data_end_run_before_model_construction(tmp_path: Path) -> Non
     source = {"train": {"source": f"{__name__}:sums_of_rank"}, "apply_chat_template": False, "max_prompt_tokens": 8}
     overrides = (f"data={json.dumps(source)}", "evaluation=null", "checkpoint=null", "run.steps=1")
     output = attempts(tmp_path, train(tmp_path / "run", *overrides, expect="2"))
-    assert (
-        "megappo: error: settings, files or software differ between ranks: the checksum of the training data is '"
-        in output
-    )
+    message = "megappo: error: settings, files or software differ between ranks: the checksum of the training data is '"
+    assert message in output
     assert "on rank 0 and '" in output and "Traceback" not in output

@@ -15,6 +15,16 @@ from megappo.ppo import replay as replays
 from megappo.ppo.replay import replay
 
 
+def refused_step(root: Path, refused: dict[str, Any], settings: dict[str, Any] | None = None, **more: Any) -> Path:
+    """Write the folder of a refused update."""
+    folder = step_folder(root, 1)
+    folder.mkdir()
+    own = {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "clip"}, **(settings or {})}
+    content = {"world_size": 1, "refused": refused, "versions": {"torch": torch.__version__}, "steps": 3, **more}
+    write_marker(folder, Marker(1, {}, content | {"settings": own}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -23,17 +33,7 @@ from megappo.ppo.replay import replay
     ],
 )
 def test_replay_imports_no_code_named_by_folder(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
-    folder = step_folder(tmp_path, 1)
-    folder.mkdir()
-    run_settings = {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "ppo"}, **settings}
-    content = {
-        "world_size": 1,
-        "refused": {"role": "actor", "minibatch": 1, "weights": None},
-        "versions": {"torch": torch.__version__},
-        "steps": 3,
-        "settings": run_settings,
-    }
-    write_marker(folder, Marker(1, {}, content))
+    folder = refused_step(tmp_path, {"role": "actor", "minibatch": 1, "weights": None}, settings)
     with pytest.raises(ValueError, match=f"uses {key}, code that a replay does not import"):
         replay(str(folder), world_size=1)
 
@@ -69,17 +69,8 @@ def test_replay_builds_the_roles_in_the_folder(
     monkeypatch.setattr(replays, "shared_problems", lambda *_: ())
     monkeypatch.setattr(replays, "start_runtime", lambda _: nullcontext(SimpleNamespace(is_main=False)))
     monkeypatch.setattr(replays.Config, "model_validate", lambda _: SimpleNamespace(runtime=None))
-    folder = step_folder(tmp_path, 1)
-    folder.mkdir()
-    content = {
-        "world_size": 1,
-        "refused": {"role": trained[-1], "weights": None, "stop_token_ids": [7]},
-        "versions": {"torch": torch.__version__},
-        "steps": 3,
-        "updates": dict.fromkeys(trained, 4),
-        "settings": {"run": {}, "rollout": {}, "model": {}, "algorithm": {"policy_loss": "clip"}},
-    }
-    write_marker(folder, Marker(1, {}, content))
+    refused = {"role": trained[-1], "weights": None, "stop_token_ids": [7]}
+    folder = refused_step(tmp_path, refused, updates=dict.fromkeys(trained, 4))
     with pytest.raises(LookupError, match="loaded"):
         replay(str(folder), world_size=1)
     assert built == trained

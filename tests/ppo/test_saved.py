@@ -15,11 +15,12 @@ from pyarrow import parquet
 from torch import Tensor
 
 from megappo.config import ConfigError, derive, load_config
-from megappo.config.rules.experience import MARKER, held_out, saved_steps
-from megappo.ppo.components import RunComponents
-from megappo.ppo.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
-from megappo.ppo.later_steps import forget_experience
-from megappo.ppo.saved import ExperienceRecord, check_tokens, read_some
+from megappo.config.rules.experience import held_out
+from megappo.observe.saved_samples import MARKER, saved_steps
+from megappo.ppo.assembly.components import RunComponents
+from megappo.ppo.records.experience_files import SavedSamples, read_samples, sample_ids_of, write_samples
+from megappo.ppo.records.later_steps import forget_experience
+from megappo.ppo.records.saved import ExperienceRecord, check_tokens, read_some
 from tests.support.config import SHAPE
 from tests.support.data import character_tokenizer
 from tests.support.places import BASE
@@ -82,9 +83,8 @@ def test_selected_samples_of_several_ranks_are_read(tmp_path: Path) -> None:
 def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.parquet"
     parquet.write_table(pyarrow.table({"sample_id": [1]}), path)
-    with pytest.raises(
-        ValueError, match=r"contains no saved samples \(.*prompt_tokens.*\); name the saved experience of a run"
-    ):
+    message = r"contains no saved samples \(.*prompt_tokens.*\); name the saved experience of a run"
+    with pytest.raises(ValueError, match=message):
         read_samples(path)
     path.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"is not a readable parquet file"):
@@ -146,12 +146,9 @@ def save(folder: Path, step: int, **other: Any) -> None:
 def problems(*overrides: str) -> str:
     """Return the errors of the base settings with these overrides, on one rank."""
     sizes = [
-        "rollout.prompts_per_step=4",
-        "rollout.samples_per_prompt=4",
-        "evaluation=null",
-        "run.steps=2",
+        "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation=null", "run.steps=2",
         "actor.optimizer.warmup_updates=0",
-    ]
+    ]  # fmt: skip
     roles = [f"{role}.{x}" for role in ("actor", "critic") for x in ("layout={}", "minibatch_sequences=16")]
     try:
         derive(load_config(BASE, [*sizes, *roles, *overrides]), 1, SHAPE)
@@ -169,35 +166,27 @@ def test_unusable_saved_steps_are_rejected(tmp_path: Path) -> None:
     assert problems(load) == ""
     assert "has no step 3, 4; set run.steps to 2, or save all steps" in problems(load, "run.steps=4")
     assert "has steps of 4 prompts x 4 samples, but the run has 8 x 4" in problems(load, "rollout.prompts_per_step=8")
-    assert (
-        "rollout.temperature is 0.5, but the log-probabilities in rollout.load_from were computed at 1; set"
-        in problems(load, "rollout.temperature=0.5")
-    )
+    message = "rollout.temperature is 0.5, but the log-probabilities in rollout.load_from were computed at 1; set"
+    assert message in problems(load, "rollout.temperature=0.5")
     marker = tmp_path / "step-000001" / MARKER
     recorded = marker.read_text()
     marker.write_text(json.dumps({**json.loads(recorded), "min_response_tokens": 3}))
-    assert (
-        "rollout.min_response_tokens is 0, but the log-probabilities in rollout.load_from were computed with 3"
-        in problems(load)
-    )
+    message = "rollout.min_response_tokens is 0, but the log-probabilities in rollout.load_from were computed with 3"
+    assert message in problems(load)
     marker.write_text(recorded)
     assert "starts no engine, but evaluation needs one" in problems(load, "evaluation={every_steps: 1}")
-    assert "draws no prompts, but data.curriculum selects prompts" in problems(
-        load, "data.curriculum={right_above: 0.9}"
-    )
-    assert f"experience would be saved to {tmp_path}, which rollout.load_from reads" in problems(
-        load, f"rollout.save_to={tmp_path}"
-    )
+    message = "draws no prompts, but data.curriculum selects prompts"
+    assert message in problems(load, "data.curriculum={right_above: 0.9}")
+    message = f"experience would be saved to {tmp_path}, which rollout.load_from reads"
+    assert message in problems(load, f"rollout.save_to={tmp_path}")
     assert "both given" in problems(load, "rollout.replay_arrivals=runs/a")
     assert "there is no data to train on; set rollout.load_from" in problems("critic.pretraining={}")
     assert problems(load, "critic.pretraining={}", "run.steps=50") == ""
-    assert "has 32 samples, of which 20 are held out; fewer than the 16 samples of a step remain" in problems(
-        load, "critic.pretraining={held_out_samples: 20}"
-    )
+    message = "has 32 samples, of which 20 are held out; fewer than the 16 samples of a step remain"
+    assert message in problems(load, "critic.pretraining={held_out_samples: 20}")
     save(tmp_path, 3, saved=5)
-    assert "has 5 of the 16 samples of step 3; save all samples (logging.save_experience without samples)" in problems(
-        load, "run.steps=3"
-    )
+    message = "has 5 of the 16 samples of step 3; save all samples (logging.save_experience without samples)"
+    assert message in problems(load, "run.steps=3")
     config = load_config(BASE, [load, "critic.pretraining={}"])
     assert [held_out(config, n) for n in (5, 40, 10**6)] == [1, 4, 16]
     with pytest.raises(ConfigError, match=r"logging\.save_experience\.samples"):
@@ -208,14 +197,10 @@ def test_unusable_saved_steps_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"ranks": "2"},
-        {"ranks": 0},
-        {"ranks": 10**15},
-        {"saved": -1},
-        {"samples_per_prompt": 1.5},
+        {"ranks": "2"}, {"ranks": 0}, {"ranks": 10**15}, {"saved": -1}, {"samples_per_prompt": 1.5},
         {"temperature": None},
     ],
-)
+)  # fmt: skip
 def test_invalid_markers_are_rejected(tmp_path: Path, other: dict[str, Any]) -> None:
     save(tmp_path, 1, **other)
     assert "step.json cannot be read" in problems(f"rollout.load_from={tmp_path}", "run.steps=1")

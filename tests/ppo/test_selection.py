@@ -11,12 +11,12 @@ import torch
 
 from megappo.algo.overlong import overlong_penalty
 from megappo.config import load_config
-from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
 from megappo.observe.ends import End
 from megappo.ppo.experience import ExperienceMaker
-from megappo.ppo.selection import Selection, joined
+from megappo.ppo.rollout.selection import Selection, joined
 from megappo.ppo.updates import critic_updates
-from megappo.runtime.tally import Totals
+from megappo.runtime.ranks.tally import Totals
 from megappo.types import Episode, Episodes, Prompt, Rollouts, Scored
 from tests.support.places import BASE
 
@@ -33,19 +33,15 @@ def rollouts(names: str, lengths: list[int]) -> Rollouts:
     mask_BR = torch.arange(R) < lengths_B[:, None]
     first_B = torch.tensor([100 * (ord(name) - ord("a")) for name in names])
     return Rollouts(
-        prompts=tuple(Prompt(i, (1,), name, None, {}) for i, name in enumerate(names)),
-        sample_ids_B=torch.arange(B),
+        prompts=tuple(Prompt(i, (1,), name, None, {}) for i, name in enumerate(names)), sample_ids_B=torch.arange(B),
         group_ids_B=torch.arange(B) // 2,
         sequences=tuple(torch.tensor([1, *range(int(f), int(f) + n)]) for f, n in zip(first_B, lengths, strict=True)),
         response_lengths_B=lengths_B,
         engine_logprob_BR=torch.where(mask_BR, -first_B[:, None] - torch.arange(R).float(), float("nan")),
-        response_mask_BR=mask_BR,
-        ends=tuple(End.RESPONSE_LIMIT if length == R else End.COMPLETE for length in lengths),
-        weight_versions_B=first_B,
-        responses=tuple(names),
-        raw_responses=tuple(names.upper()),
+        response_mask_BR=mask_BR, ends=tuple(End.RESPONSE_LIMIT if length == R else End.COMPLETE for length in lengths),
+        weight_versions_B=first_B, responses=tuple(names), raw_responses=tuple(names.upper()),
         special_tokens_B=lengths_B,
-    )
+    )  # fmt: skip
 
 
 def selection(max_rounds: int = 3) -> Selection:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +22,6 @@ SCORES = torch.tensor([1.0, -2.0, 0.5, 4.0])
 """Scores of responses with 1, 2, 3 and 4 tokens. The last response is truncated."""
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[None]:
-    """Create process groups of one process."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def shaped(raw_scores: torch.Tensor, **reward: Any) -> tuple[list[float], dict[str, float]]:
     scores, metrics = shaper(**reward).shape(raw_scores, rollouts("a", "b", "c", "d"))
     assert scores.dtype == torch.float32
@@ -43,7 +33,7 @@ def shaper(**reward: Any) -> RewardShaper:
     return RewardShaper(load_config(BASE, overrides), torch.device("cpu"))
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("reward", "scores", "metrics"),
     [
@@ -54,20 +44,17 @@ def shaper(**reward: Any) -> RewardShaper:
         ({"scale": 2, "shift": -1}, [1.0, -5.0, 0.0, 7.0], {"reward/given": 0.875}),
         ({"clip": [-1, 3]}, [1.0, -1.0, 0.5, 3.0], {"reward/given": 0.875, "reward/clipped": 0.5}),
         ({"scale": 2, "clip": [-4, 8]}, [2.0, -4.0, 1.0, 8.0], {"reward/given": 0.875, "reward/clipped": 0.0}),
-        (
-            {"overlong": {"buffer_tokens": 2, "penalty": 2.0}, "scale": 0.5, "shift": 1.0, "clip": [-10, 1.5]},
-            [1.5, 0.0, 0.75, 1.5],
-            {"reward/given": 0.875, "reward/clipped": 0.25, "reward/overlong": -0.75},
-        ),
+        ({"overlong": {"buffer_tokens": 2, "penalty": 2.0}, "scale": 0.5, "shift": 1.0, "clip": [-10, 1.5]},
+         [1.5, 0.0, 0.75, 1.5], {"reward/given": 0.875, "reward/clipped": 0.25, "reward/overlong": -0.75}),
     ],
-)
+)  # fmt: skip
 def test_shaping_steps_run_in_documented_order(
     reward: dict[str, Any], scores: list[float], metrics: dict[str, float]
 ) -> None:
     assert shaped(SCORES, **reward) == (pytest.approx(scores, abs=1e-7), pytest.approx(metrics, abs=1e-7))
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("kind", ["std", "mean_std"])
 def test_normalization_uses_all_scores_so_far(kind: str) -> None:
     """Mean and unbiased deviation are float64 statistics of all scores so far, also after a checkpoint. Scale and clip
@@ -88,7 +75,7 @@ def test_normalization_uses_all_scores_so_far(kind: str) -> None:
         made.load_state_dict(state)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_failed_episodes_are_excluded_from_statistics() -> None:
     """Metrics and the running standard deviation use only the samples that are trained on."""
     fine, failed = Episode((Turn(0, 1),)), Episode((), failure="hung")
@@ -100,7 +87,7 @@ def test_failed_episodes_are_excluded_from_statistics() -> None:
     assert metrics == {f"reward/{name}": pytest.approx(value) for name, value in expected.items()}
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_equal_scores_are_not_scaled_by_deviation() -> None:
     assert shaped(torch.full((4,), 3.0), normalize="std")[0] == [3.0] * 4
     assert shaped(torch.full((4,), 3.0), normalize="mean_std")[0] == [0.0] * 4
@@ -108,15 +95,12 @@ def test_equal_scores_are_not_scaled_by_deviation() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "sentence"),
-    [
-        ("reward.clip=[1, 1]", "clip is [1.0, 1.0], must be a lower and an upper bound"),
-        ("reward.clip=[.nan, 1]", "reward.clip.0 is nan, must be a finite number"),
-        ("reward.clip=3", "reward.clip is 3"),
-        ("reward.normalize=running", "reward.normalize is 'running', must be std or mean_std"),
-        ("reward.scale=0", "reward.scale is 0, must be above 0"),
-        ("reward.truncated_penalty=-1", "reward.truncated_penalty is -1, must be at least 0"),
-    ],
-)
+    [("reward.clip=[1, 1]", "clip is [1.0, 1.0], must be a lower and an upper bound"),
+     ("reward.clip=[.nan, 1]", "reward.clip.0 is nan, must be a finite number"), ("reward.clip=3", "reward.clip is 3"),
+     ("reward.normalize=running", "reward.normalize is 'running', must be std or mean_std"),
+     ("reward.scale=0", "reward.scale is 0, must be above 0"),
+     ("reward.truncated_penalty=-1", "reward.truncated_penalty is -1, must be at least 0")],
+)  # fmt: skip
 def test_invalid_shaping_settings_are_rejected(setting: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(BASE, [setting])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megappo.config.algorithm import AlgorithmSettings
+from megappo.config.sections.algorithm import AlgorithmSettings
 from megappo.ppo.experience import ExperienceMaker
 from megappo.ppo.loaded import failure_metrics
-from megappo.rewards.workers import TIMED_OUT
+from megappo.rewards.processes.workers import TIMED_OUT
 from megappo.types import Scored
 from tests.ppo.test_experience import CPU, MASK, rollouts
 
@@ -100,16 +100,8 @@ def test_metrics_of_rewards_returns_and_kl() -> None:
             later = reward + 0.5 * later
             returns.append(later)
     expected = {
-        "kl/mean": 1.25 / 6,
-        "kl/per_response": (0.125 + 1.125) / 2,
-        "kl/coef": 0.1,
-        "reward/mean": 2.0,
-        "reward/std": 1.0,
-        "reward/min": 1.0,
-        "reward/max": 3.0,
-        "return/mean": np.mean(returns),
-        "advantage/mean": np.mean(returns),
-        "advantage/std": np.std(returns),
-        "advantage/std_raw": np.std(returns),
-    }
+        "kl/mean": 1.25 / 6, "kl/per_response": (0.125 + 1.125) / 2, "kl/coef": 0.1, "reward/mean": 2.0,
+        "reward/std": 1.0, "reward/min": 1.0, "reward/max": 3.0, "return/mean": np.mean(returns),
+        "advantage/mean": np.mean(returns), "advantage/std": np.std(returns), "advantage/std_raw": np.std(returns),
+    }  # fmt: skip
     assert numbers == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}

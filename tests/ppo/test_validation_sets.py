@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from megappo.algo.pass_at_k import pass_at_k
 from megappo.config import ConfigError, load_config
-from megappo.config.data import DataSettings, ValidationSetSettings
 from megappo.config.rules.metrics import keep_best_rules
+from megappo.config.sections.data import DataSettings, ValidationSetSettings
 from megappo.ppo.evaluation import passed_P
 from tests.support.places import BASE
 
@@ -39,25 +39,22 @@ def test_pass_at_k_equals_published_formula(samples: int, data: st.DataObject) -
     assert pass_at_k(samples, right, k) == pytest.approx(paper, abs=1e-12)
 
 
+OF_FOUR = ValidationSetSettings(source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5)
+
+
 def test_pass_rate_is_computed_per_prompt() -> None:
-    validation_set = ValidationSetSettings(
-        source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5
-    )
     total_rewards_B = torch.tensor([0.0, 1.0, 0.5, 0.9, 0.0, 0.0, 0.5, -1.0])
-    assert passed_P(total_rewards_B, validation_set, 1).tolist() == [0.5, 0.0]
-    assert passed_P(total_rewards_B, validation_set, 2).tolist() == pytest.approx([5 / 6, 0.0], abs=1e-15)
-    assert passed_P(torch.zeros(0), validation_set, 1).tolist() == []  # a rank without prompts
+    assert passed_P(total_rewards_B, OF_FOUR, 1).tolist() == [0.5, 0.0]
+    assert passed_P(total_rewards_B, OF_FOUR, 2).tolist() == pytest.approx([5 / 6, 0.0], abs=1e-15)
+    assert passed_P(torch.zeros(0), OF_FOUR, 1).tolist() == []  # a rank without prompts
 
 
 def test_ungraded_answers_are_ignored() -> None:
-    validation_set = ValidationSetSettings(
-        source="a.jsonl", samples=4, temperature=1.0, pass_at=(1, 2), right_above=0.5
-    )
     total_rewards_B = torch.tensor([0.0, 1.0, 9.0, 0.0, 9.0, 9.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0])
     graded_B = torch.tensor([True, True, False, True, False, False, False, True, False, False, False, False])
-    assert passed_P(total_rewards_B, validation_set, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
-    assert passed_P(total_rewards_B, validation_set, 2, graded_B).tolist() == pytest.approx([2 / 3])
-    assert passed_P(total_rewards_B, validation_set, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
+    assert passed_P(total_rewards_B, OF_FOUR, 1, graded_B).tolist() == pytest.approx([1 / 3, 1.0])
+    assert passed_P(total_rewards_B, OF_FOUR, 2, graded_B).tolist() == pytest.approx([2 / 3])
+    assert passed_P(total_rewards_B, OF_FOUR, 2, ~torch.ones(12, dtype=torch.bool)).tolist() == []
 
 
 def override(*overrides: str) -> Any:
@@ -121,14 +118,10 @@ def test_default_validation_set_is_sampled_greedily_once() -> None:
 @pytest.mark.parametrize(
     ("metric", "known"),
     [
-        ("eval/hard/reward_mean", True),
-        ("eval/hard/pass@4", True),
-        ("-source/a/response_length", True),
-        ("eval/hard/pass@2", False),
-        ("eval/NAME/reward_mean", False),
-        ("source/c/reward_mean", False),
+        ("eval/hard/reward_mean", True), ("eval/hard/pass@4", True), ("-source/a/response_length", True),
+        ("eval/hard/pass@2", False), ("eval/NAME/reward_mean", False), ("source/c/reward_mean", False),
     ],
-)
+)  # fmt: skip
 def test_keep_best_requires_an_existing_metric(metric: str, known: bool) -> None:
     config = override(
         "data.train=null", MIXTURE, f"checkpoint.keep_best={metric}",

@@ -12,7 +12,8 @@ import pytest
 from megappo.config import Config, ConfigError, Derived, check_run, load_config
 from megappo.engines import registry
 from megappo.plan.deadlines import WATCHED_COLLECTIVE_SECONDS
-from megappo.ppo import components, run
+from megappo.ppo import run
+from megappo.ppo.assembly import components
 from megappo.preflight import resolved
 from megappo.preflight.inputs import read_inputs
 from megappo.preflight.resolved import outline_run, resolve_run
@@ -86,7 +87,7 @@ def test_outline_uses_the_requested_number_of_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "1")
     pairs = load_config(QUICKSTART, ["actor.layout.tensor_parallel=2"])
     assert outline_run(pairs, str(QUICKSTART)).derived.world_size == 2, "the minimum number of ranks for the layouts"
-    assert outline_run(load_config(QUICKSTART), str(QUICKSTART), on_cuda=True).config.rollout.engine is not None
+    assert outline_run(load_config(QUICKSTART), str(QUICKSTART), on_cuda=True).config.rollout.engine_name is not None
 
 
 def test_custom_environment_is_created_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

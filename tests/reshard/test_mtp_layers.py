@@ -15,10 +15,10 @@ from transformers.modeling_layers import MtpModel
 from megappo.checkpoint.identity import tensor_digest, whole_digest
 from megappo.commands.dry_run import dry_run
 from megappo.config.load import load_config
-from megappo.config.model_files import read_architecture
 from megappo.families.packed import stored_shapes
 from megappo.families.parameters import wide_tensors
-from megappo.plan.sizes import model_sizes
+from megappo.models.model_files import read_architecture
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.reshard.mtp import MTPLayers, mtp_layers_in
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.writer import write_critic, write_policy
@@ -119,12 +119,8 @@ def test_dry_run_counts_mtp_layers_separately(tmp_path: Path, capsys: pytest.Cap
     own = len(load_file(folder / "model.safetensors")) - len(mtp_tensors)
     tokenizer = f"model.tokenizer={ROOT / 'configs/models/tiny_arithmetic'}"
     settings = [
-        f"model.path={folder}",
-        "model.init=pretrained",
-        tokenizer,
-        f"run.directory={tmp_path}/runs",
-        "actor.layout={}",
-    ]
+        f"model.path={folder}", "model.init=pretrained", tokenizer, f"run.directory={tmp_path}/runs", "actor.layout={}",
+    ]  # fmt: skip
     dry_run(load_config(quickstart, settings), str(quickstart), [])
     output = " ".join(capsys.readouterr().out.split())
     assert f"actor: all {own} tensors are in" in output
@@ -156,9 +152,8 @@ def test_unsupported_dtype_is_reported(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64, dtype=torch.int8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"'model\.layers\.2\.eh_proj\.weight' .* is of type I8 .*, which cannot be read"
-    ):
+    message = r"'model\.layers\.2\.eh_proj\.weight' .* is of type I8 .*, which cannot be read"
+    with pytest.raises(ValueError, match=message):
         SafetensorsSource(folder, read_architecture(folder)).check(with_output_layer=True)
 
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megappo.commands.dry_run import dry_run
 from megappo.config import load_config
-from megappo.families import architecture
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.packed import packed_parts, packed_tensors
 from megappo.families.parameters import Piece, tensor_shapes
-from megappo.plan.sizes import model_sizes
+from megappo.models.model_files import read_architecture as read
+from megappo.plan.bytes.sizes import model_sizes
 from megappo.reshard.mxfp4 import dequantised
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.writer import write_policy
@@ -31,10 +30,6 @@ MATRICES = ("gate_up_proj", "down_proj")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 """Matrix sizes that are multiples of a block of 32 numbers."""
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-
-
-def read(folder: Path) -> ArchitectureConfig:
-    return architecture(AutoConfig.from_pretrained(folder))
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megappo.config.grid import Grid
-from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
+from megappo.families.architecture import padded_vocab_size
 from megappo.families.blocks import Attention, Experts, GatedMlp, QueryKeyNorms, QueryKeyValueBiases
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import Parameter, model_parameters, pieces, tensor_shapes
 from megappo.reshard.feeding import Feeding
 from megappo.reshard.slices import Holdings, Receiver
@@ -116,19 +117,12 @@ def engine_part(model: ArchitectureConfig, name: str, whole: Tensor, tp: int, ra
 
 
 LAYOUTS: list[tuple[str, Grid, int]] = [
-    ("one", Grid((0,), 1, 1), 1),
-    ("tp2", Grid(range(2), 2, 1), 2),
-    ("pp2", Grid(range(2), 1, 2), 2),
-    ("dp2", Grid(range(2), 1, 1), 2),
-    ("tp2-pp2", Grid(range(4), 2, 2), 4),
-    ("tp2-pp2-dp2", Grid(range(8), 2, 2), 8),
-    ("cp2-dp2", Grid(range(4), 1, 1, 1, 2), 4),
-    ("ep2", Grid(range(2), 1, 1, 2), 2),
-    ("ep4-tp2-dp2", Grid(range(4), 2, 1, 4), 4),
-    ("ep2-pp2-dp4", Grid(range(8), 1, 2, 2), 8),
-    ("ep4-cp2-pp2-dp2", Grid(range(8), 1, 2, 4, 2), 8),
-    ("apart", Grid((1, 2, 4, 5), 2, 2), 7),
-]
+    ("one", Grid((0,), 1, 1), 1), ("tp2", Grid(range(2), 2, 1), 2), ("pp2", Grid(range(2), 1, 2), 2),
+    ("dp2", Grid(range(2), 1, 1), 2), ("tp2-pp2", Grid(range(4), 2, 2), 4), ("tp2-pp2-dp2", Grid(range(8), 2, 2), 8),
+    ("cp2-dp2", Grid(range(4), 1, 1, 1, 2), 4), ("ep2", Grid(range(2), 1, 1, 2), 2),
+    ("ep4-tp2-dp2", Grid(range(4), 2, 1, 4), 4), ("ep2-pp2-dp4", Grid(range(8), 1, 2, 2), 8),
+    ("ep4-cp2-pp2-dp2", Grid(range(8), 1, 2, 4, 2), 8), ("apart", Grid((1, 2, 4, 5), 2, 2), 7),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("grid", "world"), [layout[1:] for layout in LAYOUTS], ids=[layout[0] for layout in LAYOUTS])

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from megappo.config.environment import ToolSettings
-from megappo.rewards.channel import PoolEnd, WorkerEnd
+from megappo.config.sections.environment import ToolSettings
+from megappo.rewards.processes.channel import PoolEnd, WorkerEnd
 
 MOST = next(rule.le for rule in ToolSettings.model_fields["output_characters"].metadata if hasattr(rule, "le"))
 

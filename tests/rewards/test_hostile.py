@@ -16,9 +16,9 @@ import sympy
 
 from megappo.config.schema import RewardSettings
 from megappo.rewards.expressions import read_expression, read_literal, read_whole
+from megappo.rewards.processes.workers import RewardPool, RewardRequest
 from megappo.rewards.rules import RULES, warm_up
 from megappo.rewards.unexecuted import SCORERS, ExecutedError, make_safe, nothing_executed
-from megappo.rewards.workers import RewardPool, RewardRequest
 from tests.support.hostile import hostile
 
 pytest.importorskip("reasoning_gym")

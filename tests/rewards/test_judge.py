@@ -18,8 +18,8 @@ import torch
 from megappo.checkpoint.changes import compare_settings
 from megappo.cli import main
 from megappo.config import ConfigError, load_config
-from megappo.config.judge import JudgeSettings
 from megappo.config.schema import RewardSettings
+from megappo.config.sections.judge import JudgeSettings
 from megappo.doctor.judges import judge_findings
 from megappo.rewards.judge import JudgeText, Noted, Reading
 from megappo.rewards.scorer import RewardScorer

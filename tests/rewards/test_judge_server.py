@@ -13,15 +13,14 @@ import torch
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, derive, load_config
-from megappo.config.reward import reward_rules
+from megappo.config.sections.reward import reward_rules
 from megappo.doctor import software
 from megappo.doctor.software import generation_finding
 from megappo.errors import RunError
-from megappo.plan.machines import MACHINES
+from megappo.plan.hardware.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
-from megappo.ppo.components import start_reward_servers
-from megappo.rewards.own_servers import own_gpus
 from megappo.rewards.scorer import RewardScorer
+from megappo.rewards.served.servers import own_gpus, start_reward_servers
 from megappo.runtime.process import Runtime
 from tests.support import worlds
 from tests.support.places import ROOT
@@ -153,7 +152,7 @@ def test_machine_of_a_judge_must_exist(tmp_path: Path) -> None:
         ({"first_device": 6, "tensor_parallel": 2}, (), (6, 7)),
         ({"tensor_parallel": 8}, (), "GPUs 4 to 11, but a rank sees 8 GPUs; start fewer ranks, or set first_device"),
         ({"first_device": 3}, (), "GPUs 3 to 3, but 4 ranks train there; set first_device to 4 or more"),
-        ({}, ("rollout.engine=sglang", "rollout.sglang={placement: disaggregated, engines: 2}"),
+        ({}, ("rollout.servers={placement: disaggregated, count: 2}",),
          "but rollout servers use 4 to 5; set first_device to 6"),
     ],
 )  # fmt: skip

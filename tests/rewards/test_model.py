@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from megappo.config import ConfigError
-from megappo.config.reward import reward_rules
 from megappo.config.schema import RewardSettings
-from megappo.plan.rewards import reward_parameters
+from megappo.config.sections.reward import reward_rules
+from megappo.plan.bytes.rewards import reward_parameters
 from megappo.rewards.model import RewardModel, batches_of
+from megappo.rewards.processes.workers import RewardError
 from megappo.rewards.scorer import RewardScorer
-from megappo.rewards.workers import RewardError
 from megappo.types import CHAT_MESSAGES
 from tests.support.data import ALPHABET, character_tokenizer
 from tests.support.rewards import LLAMA, SIZES, rollouts, save
@@ -95,7 +95,7 @@ def test_failing_template_is_reported(tmp_path: Path, llama: Any) -> None:
 
 def test_chat_messages_use_the_template_of_the_model(tmp_path: Path, llama: Any) -> None:
     model = load(save(tmp_path, llama, TEMPLATE))
-    assert model.has_chat_template
+    assert model.texts.has_chat_template
     chat = model.score([[{"role": "user", "content": "x"}]], ["y"])
     torch.testing.assert_close(chat, model.score(["<u>x<a>"], ["y"]))
 

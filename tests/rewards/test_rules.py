@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megappo.cli import main
-from megappo.config.data import DataSourceSettings
 from megappo.config.schema import RewardSettings
+from megappo.config.sections.data import DataSourceSettings
 from megappo.data.sources import read_records
 from megappo.rewards.arithmetic import answer_then_end
 from megappo.rewards.registry import argument_names, check_prompts, check_reward, resolve
@@ -318,5 +318,5 @@ def test_functions_receive_only_their_parameters(
 
 @pytest.mark.waits
 def test_worker_imports_nothing_heavy() -> None:
-    code = "import sys, megappo.rewards.worker_main; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
+    code = "import sys, megappo.rewards.processes.worker_main; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

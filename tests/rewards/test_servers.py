@@ -26,8 +26,8 @@ from megappo.config.schema import RewardSettings
 from megappo.doctor.judges import judge_findings
 from megappo.environments.gateway.server import AgentEndpoint
 from megappo.network import http_client
-from megappo.rewards.http import Unscored, post, scores
-from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.rewards.http import ScoreServer, Unscored, scores
+from megappo.rewards.processes.workers import RewardPool, RewardRequest
 from tests.support.places import BASE
 from tests.support.rewards import serving
 
@@ -323,7 +323,7 @@ def test_external_servers_are_reached_through_the_proxy(monkeypatch: pytest.Monk
         outside = "http://judge.example.invalid/score"
         assert score(outside, "r") == [0.25] and Proxy.urls == [outside]
         with pytest.raises(OSError, match=r"busy through the environment's proxy 127.0.0.1:\d+: HTTP 503"):
-            post("http://judge.example.invalid/busy", {}, str, headers={}, deadline_seconds=60.0, most_tries=1)
+            ScoreServer("http://judge.example.invalid", 60.0, 1, most_tries=1).post("/busy", {}, str)
         with pytest.raises(OSError, match="not known"):  # the proxy would have answered
             http_client.fetch(urllib.request.Request(outside), timeout_seconds=2.0, own=True)
 

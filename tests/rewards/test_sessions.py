@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megappo.config.schema import RewardSettings
-from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.rewards.processes.workers import RewardPool, RewardRequest
 
 pytestmark = pytest.mark.waits
 
@@ -120,7 +120,7 @@ def test_killed_supervisor_leaves_no_processes(pid_file: Path) -> None:
 TRAINER = """
 import os, sys, time
 from megappo.config.schema import RewardSettings
-from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.rewards.processes.workers import RewardPool, RewardRequest
 pool = RewardPool(RewardSettings(function="leaves:leave", timeout_seconds=1000.0))
 if os.fork() == 0:  # as for a checkpoint: the fork shares the open files
     time.sleep(1000)
@@ -133,7 +133,9 @@ def test_killed_trainer_leaves_no_processes(pid_file: Path) -> None:
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(pid_file)], env=environment)
     assert wait_until(lambda: pid_file.exists() and len(pid_file.read_text().split()) == STARTED, seconds=60)
     below = psutil.Process(trainer.pid).children(recursive=True)
-    [fork] = [p for p in below if "rewards.worker_main" not in " ".join(p.cmdline()) and p.ppid() == trainer.pid]
+    [fork] = [
+        p for p in below if "rewards.processes.worker_main" not in " ".join(p.cmdline()) and p.ppid() == trainer.pid
+    ]
     trainer.kill()
     trainer.wait()
     try:

@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from megappo.config import ConfigError, load_config
 from megappo.config.schema import RewardSettings
-from megappo.rewards.http import post
+from megappo.rewards.http import ScoreServer
+from megappo.rewards.processes.workers import RewardError
 from megappo.rewards.registry import check_prompts
 from megappo.rewards.scorer import RewardScorer
-from megappo.rewards.workers import RewardError
-from megappo.runtime.tally import Totals
+from megappo.runtime.ranks.tally import Totals
 from megappo.types import Episode, Episodes, Rollouts
 from tests.support.places import BASE
 from tests.support.rewards import LLAMA, rollouts, save, serving
@@ -302,12 +302,6 @@ def test_reward_server(server: str) -> None:
 def test_errors_of_a_server_are_reported(server: str) -> None:
     for response, message in (("refuse", "HTTP 403 Forbidden"), ("hang", "timed out")):
         with pytest.raises(OSError, match=message):
-            post(
-                server,
-                {"response": response, "conversation": []},
-                lambda answer: answer,
-                headers={},
-                deadline_seconds=0.5,
-            )
+            ScoreServer(server, 0.5, 1).post("", {"response": response, "conversation": []}, lambda answer: answer)
     with pytest.raises(OSError, match=r"Connection refused, after [2-5] tries"):
-        post("http://127.0.0.1:9/", {}, str, headers={}, deadline_seconds=0.8)
+        ScoreServer("http://127.0.0.1:9", 0.8, 1).post("/", {}, str)

@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,20 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from megappo.cli import main
 from megappo.config import Config, ConfigError, load_config
-from megappo.config.reward import RemoteModelSettings
+from megappo.config.sections.reward import MODEL_SERVER
 from megappo.doctor.settings import settings_findings
 from megappo.engines.sglang.client import Endpoint, ServerFailure, call
 from megappo.errors import RunError
-from megappo.plan.machines import MACHINES
+from megappo.plan.bytes.rewards import reward_parameters
+from megappo.plan.hardware.machines import MACHINES
 from megappo.plan.planner import make_plan, read_models
-from megappo.plan.rewards import reward_parameters
-from megappo.ppo.components import start_reward_servers
 from megappo.rewards import model_server
-from megappo.rewards.http import ServerPlace
-from megappo.rewards.model import RewardModel
-from megappo.rewards.own_servers import OwnServers
-from megappo.rewards.remote_model import RemoteRewardModel
+from megappo.rewards.http import ScoreServer
+from megappo.rewards.model import RewardModel, RewardTexts
+from megappo.rewards.processes.workers import RewardError
 from megappo.rewards.scorer import RewardScorer
-from megappo.rewards.shared_model import SERVED, SharedRewardModel
-from megappo.rewards.workers import RewardError
+from megappo.rewards.served.served_model import BATCH_SAMPLES, ServedRewardModel
+from megappo.rewards.served.servers import OwnServers, start_reward_servers
 from megappo.runtime.process import Runtime
 from tests.support.data import ALPHABET
 from tests.support.places import ROOT
@@ -84,14 +83,16 @@ def test_all_reward_models_use_the_time_of_the_run(tmp_path: Path, monkeypatch: 
         config = own.model_copy(update={"data": own.data.model_copy(update={"template_time": time})})
         assert config.reward.model_server is not None
         started = start_reward_servers(config, RUNTIME)
-        scorer = RewardScorer(config.reward, RUNTIME.device, started)
+        scorer = RewardScorer(config.reward, RUNTIME.device, started, template_time=time)
         try:
             scores.append(RewardScorer(judged(tmp_path, None).reward, RUNTIME.device, template_time=time))
             expected = scores[-1].score_local(samples)
             torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
             monkeypatch.delenv("http_proxy", raising=False)
-            monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
-            elsewhere = judged(tmp_path, None, model_remote={"url": started.places[SERVED].url, "key": "REWARD_KEY"})
+            monkeypatch.setenv("REWARD_KEY", started.clients[MODEL_SERVER].key)
+            elsewhere = judged(
+                tmp_path, None, model_remote={"url": started.clients[MODEL_SERVER].url, "key": "REWARD_KEY"}
+            )
             remote = RewardScorer(elsewhere.reward, RUNTIME.device, template_time=time)
             torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         finally:
@@ -104,7 +105,7 @@ def status_of(url: str, key: str, length: str) -> int:
     """Return the status for a request that announces `length` bytes and sends none."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
-        lines = ["POST /score HTTP/1.1", f"Authorization: Bearer {key}", f"Content-Length: {length}", "", ""]
+        lines = ["POST /classify HTTP/1.1", f"Authorization: Bearer {key}", f"Content-Length: {length}", "", ""]
         connection.sendall("\r\n".join(lines).encode())
         return int(connection.recv(1000).split()[1])
 
@@ -116,8 +117,8 @@ def test_shared_scores_equal_a_copy_after_a_restart(
     """Check chats and texts of any length, concurrent batches, and requests of another run with token ids. A client
     without the key receives no information."""
     config = judged(tmp_path, {"threads": 1, "batch_tokens": 60})
-    settings, folder = config.reward.model_server, config.reward.model_path
-    assert settings is not None and folder is not None
+    folder = config.reward.model_path
+    assert folder is not None
     samples = rollouts(*("ab" * (7 * n % 25) + "c" for n in range(130)))
     copy = RewardScorer(judged(tmp_path, None).reward, RUNTIME.device)
     started = start_reward_servers(config, RUNTIME)
@@ -127,55 +128,53 @@ def test_shared_scores_equal_a_copy_after_a_restart(
         assert len({round(score, 3) for score in expected.tolist()}) == 25
         torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         (process,) = servers()
-        shared = SharedRewardModel(started.places[SERVED], settings, started.check)
-        texts, responses = [f"{n}+1=" for n in range(5)], ["a" * n for n in range(5)]
+        texts, server = RewardTexts(folder), replace(started.clients[MODEL_SERVER], check=started.check)
+        prompts, responses = [f"{n}+1=" for n in range(5)], ["a" * n for n in range(5)]
         own = RewardModel(folder, dtype=torch.float32, device=RUNTIME.device)
-        torch.testing.assert_close(shared.score(texts, responses), own.score(texts, responses), atol=1e-5, rtol=1e-5)
-        assert shared.score([], []).shape == (0,)
-        with pytest.raises(RunError, match="have no token in the reward model"):
-            shared.score([""], [""])
+        for batch_samples in (1, 3, BATCH_SAMPLES):
+            shared = ServedRewardModel(texts, server, batch_samples)
+            actual = torch.tensor(shared.score(prompts, responses))
+            torch.testing.assert_close(actual, own.score(prompts, responses), atol=1e-5, rtol=1e-5)
+        assert shared.score([], []) == []
+        unusable, usable = shared.score(["", "3+1="], ["", "4"])
+        assert "have no token in the reward model" in str(unusable)
+        assert usable == pytest.approx(float(own.score(["3+1="], ["4"])), abs=1e-5)
         monkeypatch.delenv("http_proxy")  # an external server may be behind a proxy
-        monkeypatch.setenv("REWARD_KEY", started.places[SERVED].key)
-        elsewhere = {"url": started.places[SERVED].url, "key": "REWARD_KEY"}
+        monkeypatch.setenv("REWARD_KEY", started.clients[MODEL_SERVER].key)
+        elsewhere = {"url": started.clients[MODEL_SERVER].url, "key": "REWARD_KEY"}
         remote = RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, RUNTIME.device)
         torch.testing.assert_close(remote.score_local(samples), expected, atol=1e-5, rtol=1e-5)
-        read = RemoteRewardModel(folder, RemoteModelSettings.model_validate(elsewhere)).try_each(
-            ["", "3+1="], ["", "4"]
-        )
-        assert "have no token in the reward model" in str(read[0])
-        assert read[1] == pytest.approx(float(own.score(["3+1="], ["4"])), abs=1e-5)
         monkeypatch.setenv("REWARD_KEY", "guessed")
         with pytest.raises(RewardError, match=r"/classify: HTTP 401"):
             RewardScorer(judged(tmp_path, None, model_remote=elsewhere).reward, RUNTIME.device).score_local(samples)
-        stranger = Endpoint(0, started.places[SERVED].url, "guessed", 0)
-        with pytest.raises(ServerFailure, match=r"refused /score \(401\)"):
-            call(stranger, "/score", {"prompts": texts, "responses": responses}, timeout_seconds=5)
-        place = started.places[SERVED]
+        stranger = Endpoint(0, started.clients[MODEL_SERVER].url, "guessed", 0)
+        with pytest.raises(ServerFailure, match=r"refused /classify \(401\)"):
+            call(stranger, "/classify", {"input_ids": [1]}, timeout_seconds=5)
         for length in ("abc", "-1", str(2**40)):
-            assert (status_of(place.url, "guessed", length), status_of(place.url, place.key, length)) == (401, 400)
+            assert (status_of(server.url, "guessed", length), status_of(server.url, server.key, length)) == (401, 400)
         assert servers() == [process] and process.is_running()
 
-        broken = Endpoint(0, started.places[SERVED].url, started.places[SERVED].key, 0)
-        with pytest.raises(ServerFailure, match="cannot be reached for /score"):
-            call(broken, "/score", {"prompts": texts}, timeout_seconds=5)  # the request has no responses
+        broken = Endpoint(0, server.url, server.key, 0)
+        with pytest.raises(ServerFailure, match="cannot be reached for /classify"):
+            call(broken, "/classify", {}, timeout_seconds=5)  # the request has no input_ids
         torch.testing.assert_close(scorer.score_local(samples), expected, atol=1e-5, rtol=1e-5)
         assert servers() != [process]
     finally:
         scorer.close()
         copy.close()
     log = tmp_path / "run" / "engines" / "reward-model.log"
-    assert "missing 1 required positional argument: 'responses'" in log.read_text()
+    assert "missing 1 required positional argument: 'input_ids'" in log.read_text()
     output = capsys.readouterr()
     assert "reward model (http://127.0.0.1:" in output.err and "it is started again" in output.err
-    assert started.places[SERVED].key not in output.err + output.out + log.read_text()
+    assert server.key not in output.err + output.out + log.read_text()
 
 
 @pytest.mark.slow
 def test_shared_model_without_a_score_costs_its_sample(tmp_path: Path) -> None:
     """A copy on every rank has the same behavior."""
     config = judged(tmp_path, {"threads": 1}, failure_score=-7.0)
-    settings, folder = config.reward.model_server, config.reward.model_path
-    assert settings is not None and folder is not None
+    folder = config.reward.model_path
+    assert folder is not None
     model = LlamaForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         for letter, worth in (("x", math.nan), ("y", math.inf)):
@@ -250,14 +249,14 @@ def test_failing_external_server_costs_samples(tmp_path: Path, monkeypatch: pyte
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    config = judged(tmp_path, None, model_remote={"url": f"http://127.0.0.1:{server.server_port}/", "concurrency": 1})
-    settings, folder = config.reward.model_remote, config.reward.model_path
-    assert settings is not None and folder is not None
-    results = RemoteRewardModel(folder, settings).try_each(["1+1="] * 7, ["2"] * 7)
+    remote = {"url": f"http://127.0.0.1:{server.server_port}/", "concurrency": 1}
+    config = judged(tmp_path, None, model_remote=remote, failure_score=-7.0)
+    scorer, failures = RewardScorer(config.reward, RUNTIME.device), dict[int, str]()
+    scores = scorer.score_local(rollouts(*["2"] * 7), failures).tolist()
     server.shutdown()
-    assert results[0] == 0.5 and not answers
-    messages = [*["must have one number as embedding"] * 5, "HTTP 400"]
-    assert all(message in str(score) for message, score in zip(messages, results[1:], strict=True))
+    assert scores == [0.5, *[-7.0] * 6] and not answers
+    messages = ["must have a number as embedding", *["the reward model gave"] * 4, "HTTP 400"]
+    assert all(message in failures[i] for i, message in enumerate(messages, 1))
 
 
 @pytest.mark.parametrize(
@@ -284,17 +283,17 @@ def test_key_of_an_external_model_is_in_its_variable(tmp_path: Path) -> None:
 
 def test_absent_server_is_awaited_until_the_timeout(tmp_path: Path) -> None:
     """The wait ends after the timeouts of start and answer, or when the supervisor has given up the server."""
-    config = judged(tmp_path, {"start_timeout_seconds": 0.5, "timeout_seconds": 0.5})
-    settings, reasons = config.reward.model_server, list[str]()
-    assert settings is not None
+    folder, reasons = judged(tmp_path, None).reward.model_path, list[str]()
+    assert folder is not None
 
     def check() -> None:
         if reasons:
             raise RunError(reasons[0])
 
-    absent = SharedRewardModel(ServerPlace("http://127.0.0.1:9", "", "key"), settings, check)
-    with pytest.raises(RunError, match=r"cannot be reached .* also after reward.model_server.start_timeout_seconds"):
-        absent.score(["a"], ["b"])
+    server = ScoreServer("http://127.0.0.1:9", 0.5, 1, "key", starting_seconds=0.5, check=check)
+    absent = ServedRewardModel(RewardTexts(folder), server)
+    (failure,) = absent.score(["a"], ["b"])
+    assert "http://127.0.0.1:9/classify: " in str(failure) and "Connection refused, after" in str(failure)
     reasons.append("given up")
     with pytest.raises(RunError, match="given up"):
         absent.score(["a"], ["b"])

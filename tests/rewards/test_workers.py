@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from megappo.config.schema import RewardSettings
 from megappo.observe.ends import End
-from megappo.observe.progress import PROGRESS
-from megappo.rewards.channel import PoolEnd
+from megappo.observe.terminal.progress import PROGRESS
 from megappo.rewards.limit import FailureLimit
+from megappo.rewards.processes.channel import PoolEnd
+from megappo.rewards.processes.workers import RewardError, RewardPool, RewardRequest
 from megappo.rewards.scorer import RewardScorer
-from megappo.rewards.workers import RewardError, RewardPool, RewardRequest
-from megappo.runtime.notices import Notices
+from megappo.runtime.watch.notices import Notices
 from megappo.types import Prompt, Rollouts
 
 pytestmark = pytest.mark.waits
@@ -467,7 +467,7 @@ def test_failing_start_of_a_pool(changes: dict[str, Any], error: type[Exception]
 PARENT = """
 import sys, time
 from megappo.config.schema import RewardSettings
-from megappo.rewards.workers import RewardPool, RewardRequest
+from megappo.rewards.processes.workers import RewardPool, RewardRequest
 pool = RewardPool(RewardSettings(function="user_rewards:obey", timeout_seconds=1000.0, workers=2))
 print(*[pid for worker in pool.workers for pid in (worker.pid, worker.supervisor.pid)], flush=True)
 pool.score([RewardRequest("p", "hang", "hang", None, {})])

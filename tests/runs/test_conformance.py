@@ -7,31 +7,22 @@ The features are defined in `tests/support/features.py`. `--strength 3` covers e
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megappo.config.model_files import read_architecture
 from megappo.families.adapters import target_names
-from tests.runs.test_ppo_step import (
-    CISPO,
-    GSPO,
-    GSPO_CLIP,
-    ONCE,
-    ORACLE,
-    SAMPLES,
-    VOCAB,
-    World,
-    check_step,
-    oracle_step,
-    with_routing,
-)
+from megappo.models.model_files import read_architecture
+from tests.support import scenarios
 from tests.support.adapters import write_adapters
 from tests.support.features import ADAPTIVE_LAM, FACTORS, NLL_COEF, ROLES, Case, covering, goes_together
-from tests.support.harness import run_worker
+from tests.support.models import VOCAB
 from tests.support.quick import cases
+from tests.support.scenarios import World, run_step
+from tests.support.step_checks import check_step, oracle_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -40,12 +31,12 @@ BUDGET = 40
 CAP, REJECT, REJECTED = 2.0, 1e8, -50.0
 BALANCE = 0.05
 ADAPTED = ("gemma2", "gemma3_text", "mixtral", "glm4_moe")
-LOSSES = {"cispo": CISPO, "gspo": GSPO}
+LOSSES = {"cispo": scenarios.CISPO, "gspo": scenarios.GSPO}
 MODELS = {"": "model", "tied": "model-tied", "experts": "model-experts", "experts-replayed": "model-experts"}
 # (prompt tokens, response tokens) of each sample.
 LENGTHS: dict[str, list[tuple[int, int]]] = {
     "giant": [(12, 20)] + [(2, 1), (1, 2), (3, 1)] * 3 + [(2, 2), (1, 1)],
-    "single": [(12, 1)] + [(12, 17 + i % 3) for i in range(SAMPLES - 1)],
+    "single": [(12, 1)] + [(12, 17 + i % 3) for i in range(scenarios.SAMPLES - 1)],
     # With CP 2 a sample is split into quarters. 16 tokens have bounds at 4, 8 and 12; the last quarter of 13 and 15
     # tokens is short.
     "edges": [(4, 12), (8, 8), (12, 4), (3, 13), (9, 7), (12, 3), (5, 11), (7, 9), (11, 5), (4, 9), (8, 5), (1, 7)],
@@ -105,23 +96,18 @@ def in_turns(sample: dict[str, Any]) -> dict[str, Any]:
 def test_step_of_each_case_equals_the_oracle(case: Case, world: World, tmp_path: Path) -> None:
     folder, samples, loss = world.folder(MODELS[case["model"].name]), samples_of(case, world.samples), case["loss"].name
     if case["model"].name == "experts-replayed":
-        samples = with_routing(samples)
+        samples = scenarios.with_routing(samples)
     adapters = adapters_for(folder) if case["weights"].name == "lora" else None
     begins = [] if adapters is None else [f"{role}.start_from={adapters}" for role in ROLES]
-    worker_case = {
-        "config": str(folder.with_suffix(".yaml")),
-        "overrides": [*case.overrides(), *ONCE, *LOSSES.get(loss, ()), *begins, f"run.directory={tmp_path / 'run'}"],
-        "samples": samples,
-        "out": str(tmp_path / "out"),
-    }
-    result = run_worker("ppo_step_worker.py", case.ranks, worker_case)
-    settings = copy.copy(ORACLE)
+    overrides = [*case.overrides(), *scenarios.ONCE, *LOSSES.get(loss, ()), *begins]
+    result = run_step(folder, case.ranks, samples, overrides, tmp_path / "out")
+    settings = copy.copy(scenarios.ORACLE)
     if loss in ("seq-mean", "gspo"):
         settings.aggregation = "seq-mean-token-mean"
     if loss in LOSSES:
         settings.policy_loss = loss
     if loss == "gspo":
-        settings.clip_low = settings.clip_high = GSPO_CLIP
+        settings.clip_low = settings.clip_high = scenarios.GSPO_CLIP
     if case["model"].name == "experts":
         settings.actor_balance = settings.critic_balance = BALANCE
     if case["samples"].name == "rejected":
@@ -152,18 +138,10 @@ def test_minimum_tokens_use_the_distribution_of_the_engine(
     samples = [*world.samples] if kind == "plain" else [in_turns(sample) for sample in world.samples]
     samples[3] = {**samples[3], "tokens": [*samples[3]["tokens"]]}
     samples[3]["tokens"][-samples[3]["response"]] = 9
-    worker_case = {
-        "config": str(folder.with_suffix(".yaml")),
-        "overrides": [
-            *(f"{role}.{setting}" for role in ROLES for setting in MINIMUM_LAYOUTS[layout]),
-            *(*ONCE, *MINIMUM),
-            f"run.directory={tmp_path / 'run'}",
-        ],
-        "samples": samples,
-        "out": str(tmp_path / "out"),
-    }
-    result = run_worker("ppo_step_worker.py", 2, worker_case)
-    settings = copy.copy(ORACLE)
+    overrides = [f"{role}.{setting}" for role in ROLES for setting in MINIMUM_LAYOUTS[layout]]
+    overrides += [*scenarios.ONCE, *MINIMUM]
+    result = run_step(folder, 2, samples, overrides, tmp_path / "out")
+    settings = copy.copy(scenarios.ORACLE)
     settings.least_tokens, settings.stop_token_ids = 3, tuple(result["stop_token_ids"])
     assert {5, 9, 70} < set(settings.stop_token_ids)
     expected = oracle_step(folder, samples, settings, result["minibatches"])
@@ -198,19 +176,10 @@ def step_with_adapters(world: World, tmp_path: Path, model: str, targets: tuple[
     folder = world.folder(model)
     adapters = write_adapters(tmp_path / "adapters", folder, rank=4, alpha=6, seed=14, targets=targets)
     lora = f"lora={{rank: 4, alpha: 6, targets: [{', '.join(targets)}]}}"
-    worker_case = {
-        "config": str(folder.with_suffix(".yaml")),
-        "overrides": [
-            *(f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", *of_roles)),
-            "actor.optimizer.distributed=true",
-            *ONCE,
-            f"run.directory={tmp_path / 'run'}",
-        ],
-        "samples": world.samples,
-        "out": str(tmp_path / "out"),
-    }
-    result = run_worker("ppo_step_worker.py", 2, worker_case)
-    expected = oracle_step(folder, world.samples, copy.copy(ORACLE), result["minibatches"], adapters)
+    overrides = [f"{role}.{x}" for role in ROLES for x in (lora, f"start_from={adapters}", *of_roles)]
+    overrides += ["actor.optimizer.distributed=true", *scenarios.ONCE]
+    result = run_step(folder, 2, world.samples, overrides, tmp_path / "out")
+    expected = oracle_step(folder, world.samples, copy.copy(scenarios.ORACLE), result["minibatches"], adapters)
     check_step(result, tmp_path / "out", world.samples, *expected, base=folder)
 
 
@@ -219,7 +188,7 @@ def test_samples_match_the_names_of_their_kinds(world: World) -> None:
     eight times the tokens of any other sample."""
     totals = [prompt + response for prompt, response in LENGTHS["single"]]
     assert totals[0] + min(totals[1:]) > BUDGET and LENGTHS["single"][0][1] == 1
-    assert all(len(lengths) == SAMPLES for lengths in LENGTHS.values())
+    assert all(len(lengths) == scenarios.SAMPLES for lengths in LENGTHS.values())
     assert max(map(sum, LENGTHS["giant"])) >= 8 * sorted(map(sum, LENGTHS["giant"]))[-2]
 
 
@@ -227,13 +196,10 @@ def test_cases_cover_each_pair_of_features() -> None:
     """The only exceptions are two pairs that are incompatible."""
     cases = covering(2, most_ranks=4)
     assert len(cases) < 32 and sum(case.ranks for case in cases) < 96
-    factors = list(FACTORS)
     apart = []
-    for i, first in enumerate(factors):
-        for second in factors[i + 1 :]:
-            for a in FACTORS[first]:
-                for b in FACTORS[second]:
-                    if not any(case[first] == a and case[second] == b for case in cases):
-                        apart.append({a.name, b.name})
+    for first, second in itertools.combinations(FACTORS, 2):
+        for a, b in itertools.product(FACTORS[first], FACTORS[second]):
+            if not any(case[first] == a and case[second] == b for case in cases):
+                apart.append({a.name, b.name})
     assert apart == [{"experts", "tp2"}, {"experts-replayed", "tp2"}]
     assert not goes_together(covering(2, most_ranks=4)[1], most_ranks=1)

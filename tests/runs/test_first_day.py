@@ -13,7 +13,7 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.observe.metrics import read_metrics
-from tests.support.harness import start
+from tests.support.harness import succeed
 from tests.support.places import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -61,17 +61,14 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, *arguments: str, processes: int = 0) -> str:
     """Run a command in the folder, check its exit status, and return its output."""
-    done = start(folder / "megappo_here.py", *arguments, processes=processes)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
+    return succeed(folder / "megappo_here.py", *arguments, processes=processes)
 
 
 def test_first_day_of_a_new_user(mine: Path) -> None:
     """Check the settings, train, continue with another layout, export and load the best actor, compare runs, and
     inspect a sample."""
-    assert "my_reward.py:mine scores the answers 1.1 and empty responses 0" in command(
-        mine, "train", "mine.yaml", "--dry-run"
-    )
+    message = "my_reward.py:mine scores the answers 1.1 and empty responses 0"
+    assert message in command(mine, "train", "mine.yaml", "--dry-run")
     assert not (mine / "runs").exists()
     assert "the trained actor is in runs/mine/final" in command(mine, "train", "mine.yaml", processes=2)
     other = ("actor.layout={}", "critic.layout={tensor_parallel: 2}")

@@ -13,11 +13,10 @@ import pytest
 
 from megappo.cli import main
 from megappo.config import load_config
-from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
-from megappo.observe.saved_samples import StepSums, read_sums
-from megappo.ppo.advice import Advisor, advice_text
-from megappo.ppo.experience_files import read_samples
+from megappo.observe.saved_samples import StepSums, read_sums, saved_steps
+from megappo.ppo.records.experience_files import read_samples
+from megappo.ppo.reports.advice import Advisor, advice_text
 from tests.support.attempts import attempts
 from tests.support.browser import browser, needs_browser
 from tests.support.places import ROOT
@@ -53,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def sums_of(run: Path) -> StepSums:
     """Return the sums of the last step."""
     (saved,) = saved_steps(run / "experience").values()
-    return read_sums([saved.file(rank) for rank in range(saved.ranks)])
+    return read_sums(saved.files)
 
 
 def advice_of(run: Path) -> set[str]:

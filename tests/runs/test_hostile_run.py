@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tokenizers import decoders
 
-from megappo.environments.confinement import why_not
+from megappo.environments.tools.confinement import why_not
 from megappo.rewards.unexecuted import SCORERS
 from tests.support.data import character_tokenizer
 from tests.support.harness import start
@@ -60,13 +60,9 @@ def model(tmp_path: Path) -> list[str]:
     """Return the settings of a model that can generate any ASCII text."""
     folder = tmp_path / "model"
     write_model(
-        folder,
-        "llama",
-        3,
-        num_hidden_layers=2,
-        max_position_embeddings=2 * TOKENS,
+        folder, "llama", 3, num_hidden_layers=2, max_position_embeddings=2 * TOKENS,
         eos_token_id=string.printable.index(END),
-    )
+    )  # fmt: skip
     made = character_tokenizer(CHAT, string.printable)
     made.backend_tokenizer.decoder = decoders.Fuse()
     made.add_special_tokens({"eos_token": END, "pad_token": "\v"})

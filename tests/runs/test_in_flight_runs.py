@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,9 @@ import pytest
 from megappo.observe.metric_docs import documented
 from megappo.observe.metrics import read_metrics
 from tests.support.attempts import assert_same_run, attempts, killed_at, timeless, train
-from tests.support.harness import start
+from tests.support.config import TWO_TURNS
+from tests.support.harness import succeed
+from tests.support.in_flight import numbers_by_seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -42,16 +43,13 @@ def test_recorded_and_killed_runs_repeat_exactly(tmp_path: Path) -> None:
     recorded = (*TWO, *SHORT, *SELECTED, "rollout.record_arrivals=true")
     one = ("actor.layout={}", "critic.layout={}", "run.steps=3")
     attempts(
-        tmp_path,
-        train(tmp_path / "whole", *TWO, *SHORT, *SELECTED),
-        killed_at(killed, 4, "update_actor", 1, *recorded),
-        killed_at(killed, 5, "sync", 0, *recorded),
-        train(killed, *recorded),
-        train(alone, *recorded, *one, processes=1),
+        tmp_path, train(tmp_path / "whole", *TWO, *SHORT, *SELECTED),
+        killed_at(killed, 4, "update_actor", 1, *recorded), killed_at(killed, 5, "sync", 0, *recorded),
+        train(killed, *recorded), train(alone, *recorded, *one, processes=1),
         killed_at(again, 3, "update_actor", 1, *SHORT, *SELECTED, *replayed(killed)),
         train(again, *SHORT, *SELECTED, *replayed(killed)),
         train(tmp_path / "alone_again", *SHORT, *SELECTED, *replayed(alone), *one, processes=1),
-    )
+    )  # fmt: skip
     assert_same_run(tmp_path / "whole", killed, 6)
     assert_replayed(killed, again)
     assert_replayed(alone, tmp_path / "alone_again")
@@ -112,7 +110,8 @@ def test_rounds_without_older_weights_record_their_version(
 
 def test_stopped_run_keeps_finished_samples(tmp_path: Path) -> None:
     """A run with `rollout.ahead=1` is killed. It continues with prompts in flight, is stopped, and continues on one
-    rank. Every sample after the first step is finished exactly once, and the steps train on all finished samples."""
+    rank. The first run has finished the samples of the second step. Every sample after the second step is finished
+    exactly once, and the steps train on all finished samples."""
     run, log = tmp_path / "stopped", tmp_path / "finished"
     settings = (*TWO, *SHORT, f"rollout.engine_options={{log: {log}}}")
     stop = {"rank": 1, "step": 3, "at": "rollout", "signal": "SIGUSR1"}
@@ -123,9 +122,12 @@ def test_stopped_run_keeps_finished_samples(tmp_path: Path) -> None:
         train(run, *settings, "actor.layout={}", "critic.layout={}", processes=1),
     )
     assert "stopped after step 2 with a checkpoint" in " ".join(output.split())
-    logs = [Path(f"{log}-{rank}").read_text().splitlines() for rank in (0, 1)]
-    finished = [json.loads(line)["number"] for of_rank in logs for line in of_rank]
-    assert sorted(finished) == list(range(5 * 10 * 8))  # of the steps after the first
+    seeds = [int(line) for rank in (0, 1) for line in Path(f"{log}-{rank}").read_text().splitlines()]
+    numbers = numbers_by_seed(run_seed=1, samples=60 * 8)
+    probes = 2 + 1  # one request per rank in each resumed run
+    assert len(seeds) == sum(seed in numbers for seed in seeds) + probes
+    finished = [numbers[seed] for seed in seeds if seed in numbers]
+    assert sorted(finished) == list(range(2 * 10 * 8, 6 * 10 * 8))
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(7))
     assert sum(line["rollout/dropped"] for line in lines[2:]) == 0
@@ -133,16 +135,10 @@ def test_stopped_run_keeps_finished_samples(tmp_path: Path) -> None:
 
 def test_kills_and_stops_with_episodes_in_flight(tmp_path: Path) -> None:
     """A resumed run keeps the finished episodes, restarts the others, and trains on complete steps."""
-    run, turns = (
-        tmp_path / "run",
-        "{name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
-    )
+    run = tmp_path / "run"
     settings = (
         "rollout.engine=tests.support.talking:TalkingEngine", "algorithm.old_logprob=corrected", "rollout.ahead=2",
-        "rollout.max_lag=2", "run.steps=4", "checkpoint.every_steps=1", f"rollout.environment={turns}",
-        "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-        "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
-        "data.validation=null",
+        "rollout.max_lag=2", "run.steps=4", "checkpoint.every_steps=1", *TWO_TURNS, "data.validation=null",
         "evaluation=null",
     )  # fmt: skip
     stop = {"rank": 1, "step": 3, "at": "update_actor", "signal": "SIGTERM"}
@@ -173,8 +169,7 @@ def test_learning_four_steps_behind(tmp_path: Path, steps: int, reward: float, r
     progress."""
     arguments = ["train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", *ENGINE, *FOUR]
     arguments += [f"run.steps={steps}", *rates]
-    done = start("megappo", *arguments, processes=2, timeout_seconds=590)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    succeed("megappo", *arguments, processes=2, timeout_seconds=590)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert max(line["rollout/lag_max"] for line in lines[1:]) == 4
     assert sum(line["rollout/lag"] for line in lines[1:]) / len(lines[1:]) > 1

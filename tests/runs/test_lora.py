@@ -1,7 +1,4 @@
-"""Runs with adapters: resume after a kill, a reference that shares the base of the actor, export, and start.
-
-`test_conformance.py` checks the exactness of their steps in every layout.
-"""
+"""Runs with adapters or frozen weights: resume after a kill, a reference that shares the base, and export."""
 
 from __future__ import annotations
 
@@ -12,23 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megappo.checkpoint.export import export_run
-from megappo.config.model_files import read_architecture
+from megappo.api import export
+from megappo.checkpoint.exports.export import export_run
 from megappo.families import FAMILIES
 from megappo.families.adapters import target_names
+from megappo.models.model_files import read_architecture
 from megappo.observe.metrics import read_metrics
 from tests.runs.test_resume import whole_tensors
 from tests.support.adapters import PREFIX, write_adapters
 from tests.support.attempts import assert_same_run, attempts, killed_at, timeless, train
 from tests.support.checkpoint_bytes import written_and_planned_bytes
-from tests.support.harness import run_worker, start
+from tests.support.harness import run_worker, succeed
 from tests.support.models import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
 
 ADAPTED = tuple(name for name, family in FAMILIES.items() if family.adapted)
 STILL = ("actor.optimizer.learning_rate=1e-30", "critic.optimizer.learning_rate=1e-30")
@@ -64,18 +64,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return train(root / directory, *exact, *overrides, expect="2")
 
     output = attempts(
-        root,
-        train(root / "whole", *rounded, SHARED),
-        train(root / "own", *rounded, OWN),
-        killed_at(root / "killed", 2, "update_actor", 1, *rounded, SHARED),
-        train(root / "killed", *rounded, SHARED),
+        root, train(root / "whole", *rounded, SHARED), train(root / "own", *rounded, OWN),
+        killed_at(root / "killed", 2, "update_actor", 1, *rounded, SHARED), train(root / "killed", *rounded, SHARED),
         train(root / "again", *exact, *pp, f"actor.start_from={root / 'whole'}"),
         train(root / "peft", *exact, *pp, f"actor.start_from={root / 'adapters'}"),
         refused("refused", "actor.lora=null", OWN, f"actor.start_from={root / 'whole'}"),
         refused("refused", f"actor.start_from={model}"),
         refused("refused", "actor.lora={rank: 2, alpha: 8}", f"actor.start_from={root / 'whole'}"),
         refused("again", *pp, "actor.lora=null", OWN, "run.force_resume=true"),
-    )
+    )  # fmt: skip
     shutil.copytree(root / "again", root / "moved")
     write_model(root / "model", "qwen3", 4, vocab_size=17, tie_word_embeddings=True)
     output += attempts(root, refused("moved", *pp, f"actor.start_from={root / 'whole'}"))
@@ -208,10 +205,50 @@ def test_smollm2_learns_sums_with_adapters(tmp_path: Path, request: pytest.Fixtu
     )  # fmt: skip
     arguments = ["train", "configs/smollm2_arithmetic.yaml", f"model.path={model}", f"run.directory={tmp_path / 'run'}"]
     arguments += [*roles, "rollout.max_response_tokens=12", "runtime.threads_per_rank=1"]
-    done = start("megappo", *arguments, processes=0, timeout_seconds=5300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    succeed("megappo", *arguments, processes=0, timeout_seconds=5300)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     sampled = [line["reward/mean"] for line in lines if "reward/mean" in line]
     greedy = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
     assert sum(sampled[-5:]) / 5 >= 0.9 > 0.5 > sampled[0], sampled
     assert greedy[-1] >= 0.9 > 0.6 > greedy[0], greedy
+
+
+FREEZE = "critic.freeze=[attention, embeddings]"
+
+
+def test_frozen_weights_are_bitwise_equal_after_ten_steps(tmp_path: Path) -> None:
+    """The critic has two updates per update of the actor, in bfloat16, with weight decay and a clipped norm. Two data
+    replicas share a distributed optimizer. Checkpoints contain moments only of the trained weights."""
+    model = write_model(tmp_path / "model", "llama", 3, vocab_size=16)
+    settings = (
+        "run.steps=10", "checkpoint.every_steps=10", f"model.path={model}", "model.init=pretrained",
+        "model.dtype=bfloat16", "model.tokenizer=configs/models/tiny_arithmetic", "actor.layout={}",
+        "critic.layout={}", "critic.epochs=2", "evaluation=null", "algorithm.mismatch_stop_nats=5", FREEZE,
+        "critic.optimizer={learning_rate: 0.01, weight_decay: 0.1, distributed: true}",
+    )  # fmt: skip
+    run = tmp_path / "run"
+    attempts(tmp_path, train(run, *settings))
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["critic/updates"] for line in lines] == [4.0] * 10 and lines[-1]["actor/updates"] == 2
+    export(run, tmp_path / "critic", role="critic")
+    initial, trained = (load_file(next(folder.glob("*.safetensors"))) for folder in (model, tmp_path / "critic"))
+    frozen = {name for name in initial if "self_attn" in name or "embed_tokens" in name}
+    assert len(frozen) == 4 * 4 + 1 and frozen < trained.keys()
+    for name in initial.keys() & trained.keys():
+        assert torch.equal(initial[name].bfloat16(), trained[name].bfloat16()) == (name in frozen), name
+    keys = dcp.FileSystemReader(run / "checkpoints" / "step-000010").read_metadata().state_dict_metadata
+    moments = {key for key in keys if key.startswith("critic.") and "exp_avg" in key}
+    assert moments and not [key for key in moments if "attn" in key or "q_proj" in key or "embed" in key]
+    written, planned = written_and_planned_bytes(run, 10, ranks=2)
+    assert written == planned
+
+
+@pytest.mark.learning
+def test_learning_with_a_partly_frozen_critic(tmp_path: Path) -> None:
+    """The quickstart learns its sums within 200 steps, although the attention layers of its critic keep their random
+    weights."""
+    arguments = ("train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'run'}", "critic.freeze=attention",
+             "run.steps=200", "evaluation=null")  # fmt: skip
+    succeed("megappo", *arguments, processes=2, timeout_seconds=590)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > 0.9

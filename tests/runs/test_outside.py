@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megappo.checkpoint.files import read_marker
 from megappo.observe.metrics import read_metrics
-from tests.support.harness import start
+from tests.support.harness import succeed
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -31,35 +30,27 @@ SHORT = (
 )  # fmt: skip
 
 
-def megappo_with(folder: Path, part: str, *arguments: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
+def megappo_with(folder: Path, part: str, *arguments: str, processes: int = 0) -> str:
     """Run megappo with a file of the tests as the module `of_mine` in a folder of the user."""
     shutil.copy(ROOT / "tests" / "support" / part, folder / "of_mine.py")
     program = folder / "megappo_with_mine.py"
     program.write_text(PROGRAM.format(folder=str(folder)))
-    done = start(program, *arguments, processes=processes)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done
+    return succeed(program, *arguments, processes=processes)
 
 
 def test_run_with_components_of_the_user(tmp_path: Path) -> None:
     file, scoring = tmp_path / "of_mine.py", tmp_path / "scoring.py"
     shutil.copy(ROOT / "tests" / "support" / "outside_reward.py", scoring)
     overrides = [
-        f"run.directory={tmp_path / 'run'}",
-        *SHORT,
-        "rollout.engine=of_mine:PlainEngine",
-        f"rollout.engine_options={{log: {tmp_path / 'asked'}}}",
-        f"reward.function={scoring}:digits",
-        "algorithm.estimator=of_mine:rest_of_rewards",
-        "algorithm.estimator_options={scale: 0.5}",
-        "algorithm.policy_loss=of_mine:reinforce",
-        f"data.train={{source: '{file}:questions', options: {{size: 25}}}}",
-        "data.validation={source: 'of_mine:questions', options: {size: 4}}",
-        "evaluation.every_steps=2",
+        f"run.directory={tmp_path / 'run'}", *SHORT, "rollout.engine=of_mine:PlainEngine",
+        f"rollout.engine_options={{log: {tmp_path / 'asked'}}}", f"reward.function={scoring}:digits",
+        "algorithm.estimator=of_mine:rest_of_rewards", "algorithm.estimator_options={scale: 0.5}",
+        "algorithm.policy_loss=of_mine:reinforce", f"data.train={{source: '{file}:questions', options: {{size: 25}}}}",
+        "data.validation={source: 'of_mine:questions', options: {size: 4}}", "evaluation.every_steps=2",
         "checkpoint={}",
-    ]
-    done = megappo_with(tmp_path, "outside.py", "train", "configs/quickstart.yaml", *overrides, processes=2)
-    output = " ".join(done.stdout.replace("│", "").split())
+    ]  # fmt: skip
+    printed = megappo_with(tmp_path, "outside.py", "train", "configs/quickstart.yaml", *overrides, processes=2)
+    output = " ".join(printed.replace("│", "").split())
     assert "of_mine:PlainEngine on every rank" in output
     assert "of_mine:PlainEngine' are planned as for the embedded engine" in output
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megappo.checkpoint.files import finished
 from megappo.observe.metric_docs import METRICS
 from tests.support.attempts import SMALL, assert_same_run, attempts, killed_at, timeless, train
-from tests.support.harness import start
+from tests.support.config import TWO_TURNS
+from tests.support.harness import succeed
 from tests.support.models import write_model
 from tests.support.places import ROOT
 
@@ -96,26 +97,26 @@ def test_killed_with_all_stateful_features(tmp_path: Path, kills: int) -> None:
     assert [step for step, kl in kls.items() if abs(kl) < 1e-6] == [1, 3]  # reference equals actor
 
 
+def interrupted_run(tmp_path: Path, settings: tuple[str, ...]) -> Path:
+    """Kill a run between rollout and update, stop it in the next rollout, and compare the whole run with a run without
+    interruptions. Return its directory."""
+    killed = tmp_path / "killed"
+    stop = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
+    kills = [killed_at(killed, 2, "update_critic", 0, *settings), train(killed, *settings, expect="85", kill=stop)]
+    attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
+    assert_same_run(tmp_path / "whole", killed, 3)
+    return killed
+
+
 def test_killed_run_with_episodes(tmp_path: Path) -> None:
     """Episodes have two turns and a tool. The run is killed between rollout and update, then stopped during a
     rollout. The finished episodes are kept, and the others restart."""
     settings = (
-        "run.steps=3", "checkpoint.every_steps=1",
-        "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
-        "reward.function=environment", "rollout.max_response_tokens=9", "rollout.when_stopped=keep",
-        "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
-        "data.max_prompt_tokens=4",
+        *TWO_TURNS, "run.steps=3", "checkpoint.every_steps=1", "rollout.when_stopped=keep",
         "data.validation={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: true}}",
         "logging.sample_texts=100",
     )  # fmt: skip
-    killed = tmp_path / "killed"
-    stop = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
-    kills = [
-        killed_at(killed, 2, "update_critic", 0, *settings),
-        train(killed, *settings, expect="85", kill=stop),
-    ]
-    attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
-    assert_same_run(tmp_path / "whole", killed, 3)
+    killed = interrupted_run(tmp_path, settings)
     samples = [json.loads(line) for line in (killed / "samples.jsonl").read_text().splitlines()]
     assert all([turn["by"] for turn in s["conversation"]][:2] == ["model", "environment"] for s in samples)
     line = timeless(killed / "metrics.jsonl")[-1]
@@ -129,22 +130,15 @@ def test_killed_run_with_episodes_one_step_ahead(tmp_path: Path) -> None:
     stopped. The finished episodes are kept. The others restart with the weights of their first attempt."""
     settings = (
         "run.steps=4", "checkpoint.every_steps=1", "rollout.ahead=1", "algorithm.old_logprob=corrected",
-        "rollout.engine=tests.support.talking:TalkingEngine", "rollout.when_stopped=keep",
-        "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
-        "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-        "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
-        "data.validation=null",
-        "evaluation=null",
+        "rollout.engine=tests.support.talking:TalkingEngine", "rollout.when_stopped=keep", *TWO_TURNS,
+        "data.validation=null", "evaluation=null",
     )  # fmt: skip
     killed = tmp_path / "killed"
     stop = {"rank": 1, "step": 3, "at": "update_actor", "signal": "SIGTERM"}
     attempts(
-        tmp_path,
-        train(tmp_path / "whole", *settings),
-        killed_at(killed, 2, "update_critic", 0, *settings),
-        train(killed, *settings, expect="85", kill=stop),
-        train(killed, *settings),
-    )
+        tmp_path, train(tmp_path / "whole", *settings), killed_at(killed, 2, "update_critic", 0, *settings),
+        train(killed, *settings, expect="85", kill=stop), train(killed, *settings),
+    )  # fmt: skip
     assert_same_run(tmp_path / "whole", killed, 4)
     lines = timeless(killed / "metrics.jsonl")[-4:]
     assert [line["rollout/lag"] for line in lines] == [0, 1, 1, 1]
@@ -169,14 +163,7 @@ def test_state_of_data_and_evaluation_survives_a_kill(tmp_path: Path) -> None:
         "algorithm.lam={actor: {length_adaptive: 0.5}, critic: 1.0}", "rollout.max_response_tokens=6",
         "actor.epochs=2", "critic.epochs=2",  # enough updates to memorize some answers
     )  # fmt: skip
-    killed = tmp_path / "killed"
-    stop = {"step": 3, "at": "token", "rank": 1, "signal": "SIGTERM", "stall": "rollout"}
-    kills = [
-        killed_at(killed, 2, "update_critic", 0, *settings),
-        train(killed, *settings, expect="85", kill=stop),
-    ]
-    attempts(tmp_path, train(tmp_path / "whole", *settings), *kills, train(killed, *settings))
-    assert_same_run(tmp_path / "whole", killed, 3)
+    killed = interrupted_run(tmp_path, settings)
     for line in timeless(killed / "metrics.jsonl")[1:]:
         assert 1 < line["group/rounds"] <= 3 and 0 < line["group/spread"] < 1 and 0 <= line["group/filled"] < 1
         assert 0 < line["response/truncated"] <= -line["reward/overlong"] < 1  # some responses end with the last token
@@ -238,10 +225,7 @@ def test_template_clock_is_the_start_of_the_run(tmp_path: Path, length: str) -> 
 
 @pytest.mark.parametrize(
     "read_by",
-    [
-        ("one", "vpp", "tp_pp"),
-        pytest.param(("pp_tp", "dp", "context", "apart"), marks=pytest.mark.exhaustive),
-    ],
+    [("one", "vpp", "tp_pp"), pytest.param(("pp_tp", "dp", "context", "apart"), marks=pytest.mark.exhaustive)],
     ids="-".join,
 )
 def test_another_layout_loads_the_same_numbers(tmp_path: Path, read_by: tuple[str, ...]) -> None:
@@ -333,8 +317,7 @@ def test_another_reference_is_refused(tmp_path: Path) -> None:
 def test_the_checkpoint_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "checkpoint.json"
     arguments = ("configs/quickstart.yaml", *SMALL[:3], "--repeat", "1", "--json", out)
-    done = start("benchmarks.checkpoint", *arguments, processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = succeed("benchmarks.checkpoint", *arguments, processes=2)
     rows = {row["what"]: row["median_seconds"] for row in json.loads(out.read_text())["rows"]}
     assert rows["stand-still, asynchronous"] < rows["on disk, waited for"]
-    assert "torch.save of the same bytes" in done.stdout
+    assert "torch.save of the same bytes" in output

@@ -9,31 +9,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megappo.config.rules.experience import saved_steps
 from megappo.observe.metrics import read_metrics
-from megappo.observe.saved_samples import read_lines
-from megappo.ppo.experience_files import SavedSamples, read_samples
+from megappo.observe.saved_samples import read_lines, saved_steps
+from megappo.ppo.records.experience_files import SavedSamples, read_samples
 from tests.support.attempts import attempts, killed_at, timeless, train
-from tests.support.harness import start
+from tests.support.config import TWO_TURNS
+from tests.support.harness import succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 SHORT = ("run.steps=3", "checkpoint.every_steps=1", "evaluation=null", "data.validation=null")
 KL = ("reference={}", "algorithm.kl_in_reward={kind: kl, coef: 0.1, controller: adaptive, target: 0.5, horizon: 1000}",
       "reward.normalize=mean_std", "reward.scale=2")  # fmt: skip
-TURNS = (
-    "rollout.environment={name: configs/examples/10_tools/lookup.py:Lookup, max_turns: 2, max_turn_tokens: 3}",
-    "reward.function=environment", "rollout.max_response_tokens=9", "data.max_prompt_tokens=4",
-    "data.train={source: 'configs/examples/10_tools/lookup.py:keys', options: {held_out: false}}",
-    "algorithm.discount_at=turn",
-)  # fmt: skip
+TURNS = (*TWO_TURNS, "algorithm.discount_at=turn")
 ONE = ("actor.layout={}", "critic.layout={}")
 
 
 def saved(run: Path) -> list[dict[str, torch.Tensor]]:
     """Return the numbers of each saved step. The samples of all ranks are in order."""
     steps = saved_steps(run / "experience").values()
-    return [by_name([read_samples(step.file(rank)) for rank in range(step.ranks)]) for step in steps]
+    return [by_name([read_samples(path) for path in step.files]) for step in steps]
 
 
 def assert_scores_are_those_of_the_samples_file(run: Path) -> None:
@@ -75,17 +70,11 @@ def test_loaded_steps_train_to_the_same_weights(tmp_path: Path, task: tuple[str,
     other = (*load, "logging.save_experience={}")
     context = ("actor.layout={context_parallel: 2}", "critic.layout={tensor_parallel: 2}")
     attempts(
-        tmp_path,
-        train(whole, *settings),
-        killed_at(killed, 3, "update_actor", 1, *settings, after_checkpoint=2),
-        train(killed, *settings),
-        killed_at(again, 2, "update_critic", 0, *load, after_checkpoint=1),
-        train(again, *load),
-        train(tmp_path / "replicas", *other, *ONE),
-        train(tmp_path / "context", *other, *context),
-        train(tmp_path / "one", *other, *ONE, processes=1),
-        timeout=280,
-    )
+        tmp_path, train(whole, *settings), killed_at(killed, 3, "update_actor", 1, *settings, after_checkpoint=2),
+        train(killed, *settings), killed_at(again, 2, "update_critic", 0, *load, after_checkpoint=1),
+        train(again, *load), train(tmp_path / "replicas", *other, *ONE), train(tmp_path / "context", *other, *context),
+        train(tmp_path / "one", *other, *ONE, processes=1), timeout=280,
+    )  # fmt: skip
     of_whole = saved(whole)
     assert len(of_whole) == 3
     for step, of_killed in zip(of_whole, saved(killed), strict=True):
@@ -112,9 +101,7 @@ def pretrain(run: Path, experience: Path, *overrides: str) -> tuple[str, ...]:
 
 def run_with(*arguments: str) -> str:
     """Run a command on two ranks and check its exit status."""
-    done = start("megappo", *arguments, processes=2, timeout_seconds=590)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
+    return succeed("megappo", *arguments, processes=2, timeout_seconds=590)
 
 
 def test_pretraining_of_a_critic(tmp_path: Path) -> None:
@@ -143,10 +130,7 @@ def test_pretraining_of_a_critic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "steps", "samples"),
-    [
-        pytest.param(22, 8, 2000, marks=pytest.mark.exhaustive),
-        pytest.param(40, 20, 2000, marks=pytest.mark.learning),
-    ],
+    [pytest.param(22, 8, 2000, marks=pytest.mark.exhaustive), pytest.param(40, 20, 2000, marks=pytest.mark.learning)],
 )
 def test_pretrained_critic_explains_unseen_samples(tmp_path: Path, before: int, steps: int, samples: int) -> None:
     """The task is the quickstart. The policy answers some sums. The critic trains on samples of five steps; a tenth

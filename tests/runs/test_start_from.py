@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from megappo.checkpoint.export import export_run
+from megappo.checkpoint.exports.export import export_run
 from megappo.checkpoint.identity import architecture_fields
-from megappo.config.model_files import read_architecture
+from megappo.models.model_files import read_architecture
 from tests.runs.test_resume import whole_tensors
 from tests.support.attempts import attempts, train
 from tests.support.models import write_model, write_value_model
@@ -45,11 +45,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     epochs = ("run.epochs=1", "data.train.limit=20", "checkpoint.keep_best=reward/mean")
     megatron = root / "megatron"
     start = (
-        "run.steps=1",
-        f"actor.start_from={first}@1",
-        f"critic.start_from={megatron}",
-        "run.export_final_model=false",
-    )
+        "run.steps=1", f"actor.start_from={first}@1", f"critic.start_from={megatron}", "run.export_final_model=false",
+    )  # fmt: skip
     layouts = ("actor.layout={pipeline_parallel: 2}", "critic.layout={tensor_parallel: 2}")
 
     def refused(*overrides: str) -> dict[str, Any]:
@@ -58,13 +55,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = attempts(root, train(first, *base, *epochs, STILL[1]))
     export_run(str(first), str(megatron), "critic", form="torch_dist")
     output += attempts(
-        root,
-        train(second, *base, *start, *layouts, *STILL),
-        refused(f"actor.start_from={first}@7"),
-        refused(f"actor.start_from={other}"),
-        refused(f"critic.start_from={root}"),
+        root, train(second, *base, *start, *layouts, *STILL), refused(f"actor.start_from={first}@7"),
+        refused(f"actor.start_from={other}"), refused(f"critic.start_from={root}"),
         refused("critic.value_head_std=0.1"),
-    )
+    )  # fmt: skip
     shutil.move(first, root / "kept")
     shutil.rmtree(megatron)
     output += attempts(root, train(second, *base, *start, *layouts, *STILL, "run.steps=2"))

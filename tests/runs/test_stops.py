@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from megappo.checkpoint.files import read_marker, stamp, write_marker
 from megappo.config.schema import PHASES
+from megappo.ppo.rollout.in_flight_state import KEY
 from tests.support import troubled
 from tests.support.attempts import assert_same_run, attempts, timeless, train
 from tests.support.models import write_model
@@ -41,14 +42,11 @@ def test_signals_stop_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     settings = ("run.steps=5", "checkpoint.every_steps=100")
     run = tmp_path / "stopped"
     output = attempts(
-        tmp_path,
-        train(tmp_path / "whole", *settings),
-        stopped_run(run, 1, "rollout", "SIGUSR1", "85", *settings),
+        tmp_path, train(tmp_path / "whole", *settings), stopped_run(run, 1, "rollout", "SIGUSR1", "85", *settings),
         stopped_run(run, 2, "forward", "SIGTERM", "85", *settings),
         stopped_run(run, 2, "update_critic", "SIGINT", "130", *settings),
-        stopped_run(run, 3, "sync", "SIGHUP", "85", *settings),
-        train(run, *settings),
-    )
+        stopped_run(run, 3, "sync", "SIGHUP", "85", *settings), train(run, *settings),
+    )  # fmt: skip
     assert [f"stopped after step {n} with a checkpoint" in output for n in range(5)] == [True, True, True, True, False]
     assert "continuing after step 0 from" in output
     assert "Traceback" not in output
@@ -94,20 +92,17 @@ def test_signals_interrupt_generation_without_losses(tmp_path: Path) -> None:
         return train(run, *settings, *more, expect="85", kill=kill)
 
     output = attempts(
-        tmp_path,
-        train(tmp_path / "whole", *settings),
-        stopped(0, "evaluate", "SIGTERM"),
-        stopped(1, "rollout", "SIGUSR1"),
-        stopped(3, "rollout", "SIGUSR1", "rollout.when_stopped=keep"),
-        stopped(3, "evaluate", "SIGTERM"),
-        train(run, *settings),
-    )
+        tmp_path, train(tmp_path / "whole", *settings), stopped(0, "evaluate", "SIGTERM"),
+        stopped(1, "rollout", "SIGUSR1"), stopped(3, "rollout", "SIGUSR1", "rollout.when_stopped=keep"),
+        stopped(3, "evaluate", "SIGTERM"), train(run, *settings),
+    )  # fmt: skip
     assert re.findall(r"stopped after step (\d) with a checkpoint", output) == ["0", "0", "2", "3"]
     tokens = [int(count) for count in re.findall(r"tokens in the stalled stage: (\d+)", output)]
     assert len(tokens) == 8 and max(tokens) <= 20, (
         tokens
     )  # at least 20 sequences with up to three tokens would be generated
-    counts = [len(torch.load(p)[3]["sample_ids_B"]) for p in sorted(run.glob("checkpoints/step-000002/responses-*.pt"))]
+    states = [torch.load(path)[KEY] for path in sorted(run.glob("checkpoints/step-000002/responses-*.pt"))]
+    counts = [len(state["numbers_B"]) for state in states]
     assert len(counts) == 2 and all(2 <= count < 40 for count in counts)
     last = [read_marker(folder / "checkpoints/step-000003").content for folder in (tmp_path / "whole", run)]
     assert (

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megappo.observe.metric_docs import documented
 from megappo.observe.metrics import read_metrics
 from tests.support import harness
-from tests.support.harness import start
+from tests.support.harness import start, succeed
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -32,15 +32,8 @@ def megappo(*arguments: object, processes: int = 0, timeout: float = 400) -> sub
 
 def quickstart(directory: Path, *overrides: str, processes: int = 2, timeout: float = 400) -> list[dict[str, Any]]:
     """Run the quickstart configuration and return its metrics."""
-    done = megappo(
-        "train",
-        "configs/quickstart.yaml",
-        f"run.directory={directory}",
-        *overrides,
-        processes=processes,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    arguments = ("train", "configs/quickstart.yaml", f"run.directory={directory}", *overrides)
+    succeed("megappo", *arguments, processes=processes, timeout_seconds=timeout)
     return read_metrics(directory / "metrics.jsonl")
 
 
@@ -84,10 +77,8 @@ def test_run_directory_contains_the_expected_files(short_run: Path) -> None:
         tokens = re.findall(r"<\w+>|.", sample["raw_response"])
         assert len(tokens) <= sample["tokens"]  # the model has one more token than its tokenizer can write
         assert "".join(token for token in tokens if len(token) == 1) == sample["response"]
-    done = megappo("report", short_run)
-    assert done.returncode == 0
-    assert "reward/mean" in done.stdout
-    assert str(short_run / "final") in done.stdout
+    output = succeed("megappo", "report", short_run)
+    assert "reward/mean" in output and str(short_run / "final") in output
 
 
 def test_step_is_traced_on_every_rank(short_run: Path) -> None:
@@ -120,8 +111,7 @@ def test_final_folder_loads_in_transformers(short_run: Path) -> None:
 
 
 def test_export_equals_the_final_model(short_run: Path, tmp_path: Path) -> None:
-    done = megappo("export", short_run, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    succeed("megappo", "export", short_run, tmp_path / "out")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     final = AutoModelForCausalLM.from_pretrained(short_run / "final").state_dict()
     assert ours.keys() == final.keys()
@@ -138,10 +128,9 @@ def test_evaluation_of_exported_weights(short_run: Path) -> None:
     one_process = ("actor.layout.tensor_parallel=1", "critic.layout.pipeline_parallel=1")
     other = ("evaluation=null", EXACT)  # these settings differ from those of the training run
     weights = short_run / "final"
-    done = megappo("eval", "configs/quickstart.yaml", "--weights", weights, *one_process, *other)
-    assert done.returncode == 0, done.stderr
+    output = succeed("megappo", "eval", "configs/quickstart.yaml", "--weights", weights, *one_process, *other)
     last = read_metrics(short_run / "metrics.jsonl")[-1]
-    assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in done.stdout
+    assert f"eval/reward_mean: {last['eval/reward_mean']:.4f}" in output
 
 
 def test_evaluation_reports_failures_and_dropped_prompts(tmp_path: Path) -> None:
@@ -155,17 +144,16 @@ def test_evaluation_reports_failures_and_dropped_prompts(tmp_path: Path) -> None
         f"data.validation={{source: {tmp_path / 'sums.jsonl'}}}", f"data.validation_sets={json.dumps({'long': long})}",
         "reward={function: 'tests.support.troubled:fussy', failure_score: 9}",
     )  # fmt: skip
-    done = megappo("eval", "configs/quickstart.yaml", *overrides, "reward.max_failure_fraction=0.4")
-    assert done.returncode == 0, done.stderr
-    numbers = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("eval/"))
+    output = succeed("megappo", "eval", "configs/quickstart.yaml", *overrides, "reward.max_failure_fraction=0.4")
+    numbers = dict(line.split(": ", 1) for line in output.splitlines() if line.startswith("eval/"))
     assert {name: float(numbers[name]) for name in ("eval/failures", "eval/long/failures", "eval/dropped")} == {
         "eval/failures": 0.4, "eval/long/failures": 0.4, "eval/dropped": 0.0,
     }  # fmt: skip
     assert float(numbers["eval/long/dropped"]) == 1 and 0 <= float(numbers["eval/reward_mean"]) <= 1
     assert 0 <= float(numbers["eval/long/pass@2"]) <= 1
-    assert "eval: 2 of 5 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
-    assert "eval/long: 4 of 10 answers have no grade" in done.stdout
-    assert "5 validation prompts of long, 1 dropped and 0 cut as too long" in done.stdout
+    assert "eval: 2 of 5 answers have no grade; the first: ValueError: cannot read 1+1=" in output
+    assert "eval/long: 4 of 10 answers have no grade" in output
+    assert "5 validation prompts of long, 1 dropped and 0 cut as too long" in output
     refused = megappo("eval", "configs/quickstart.yaml", *overrides, "reward.max_failure_fraction=0.3")
     assert refused.returncode == 1
     assert "2 of 5 rewards failed, more than reward.max_failure_fraction 0.3" in refused.stderr
@@ -178,11 +166,10 @@ def test_run_reports_samples_without_a_grade(tmp_path: Path) -> None:
         "evaluation.every_steps=1", "run.steps=1", "actor.layout={}", "critic.layout={}", "reward.failure_score=9",
         f"run.directory={tmp_path / 'run'}", "reward.max_failure_fraction=0.9",
     )  # fmt: skip
-    done = megappo("train", "configs/quickstart.yaml", *overrides)
-    assert done.returncode == 0, done.stderr
-    assert "2 validation prompts, 1 dropped and 0 cut as too long" in done.stdout
-    assert "eval: 1 of 2 answers have no grade; the first: ValueError: cannot read 1+1=" in done.stdout
-    assert re.search(r"step 1: validation reward [01]\.\d+ of the 50.0% with a grade", done.stdout)
+    output = succeed("megappo", "train", "configs/quickstart.yaml", *overrides)
+    assert "2 validation prompts, 1 dropped and 0 cut as too long" in output
+    assert "eval: 1 of 2 answers have no grade; the first: ValueError: cannot read 1+1=" in output
+    assert re.search(r"step 1: validation reward [01]\.\d+ of the 50.0% with a grade", output)
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (last["eval/failures"], last["eval/dropped"]) == (0.5, 1.0) and last["eval/reward_mean"] <= 1
 
@@ -329,25 +316,17 @@ def test_quickstart_learns_answers_and_end_tokens(tmp_path: Path) -> None:
 def test_benchmark_of_a_step(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     arguments = ("configs/quickstart.yaml", "--warmup", "1", "--repeat", "2", "--json", out)
-    done = start("benchmarks.step", *arguments, processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = succeed("benchmarks.step", *arguments, processes=2)
     report = json.loads(out.read_text())
     stages = {row["stage"]: row for row in report["stages"]}
     assert list(stages) == [
-        "rollout",
-        "reward",
-        "forward",
-        "advantages",
-        "update_critic",
-        "update_actor",
-        "sync",
-        "step",
-    ]
+        "rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync", "step",
+    ]  # fmt: skip
     for row in stages.values():
         assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
         assert row["samples_per_second"] == pytest.approx(400 / row["median_seconds"])
     assert stages["step"]["median_seconds"] > stages["update_actor"]["median_seconds"]
-    assert "update_actor" in done.stdout and "outside of generation and models" in done.stdout
+    assert "update_actor" in output and "outside of generation and models" in output
     assert 0 < report["outside_share"] < 1
 
 
@@ -404,9 +383,8 @@ def test_training_of_an_agent_with_openai_sdk(tmp_path: Path) -> None:
     """The agent receives only the endpoint and its key. The log-probabilities of the turns agree with those of the
     trainer."""
     pytest.importorskip("openai", reason="OpenAI's SDK is not installed; it comes with SGLang")
-    overrides = (f"run.directory={tmp_path / 'run'}",)
-    done = megappo("train", "configs/examples/11_agent/agent.yaml", *overrides, processes=1)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    directory = f"run.directory={tmp_path / 'run'}"
+    succeed("megappo", "train", "configs/examples/11_agent/agent.yaml", directory, processes=1)
     first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for line in (first, last):
         assert line["episode/turns"] == 2 and line["episode/trajectories"] == 1 and line["episode/failures"] == 0
@@ -417,7 +395,9 @@ def test_training_of_an_agent_with_openai_sdk(tmp_path: Path) -> None:
 
 @pytest.mark.learning
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+@pytest.mark.parametrize(
+    "engine", ["rollout.engine=transformers", "rollout.servers={max_total_tokens: 16384, threads: 1}"]
+)
 def test_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
     """Episodes have two turns. The second turn needs the answer of the tool, one of a hundred. With the tool, the
     model also solves held-out problems. Without the tool, it solves almost no problem."""
@@ -426,15 +406,11 @@ def test_model_learns_to_use_a_tool(tmp_path: Path, engine: str) -> None:
         run = tmp_path / str(answers)
         arguments = f"rollout.environment.arguments={{strict: true, answers: {str(answers).lower()}}}"
         command = [
-            "train",
-            "configs/examples/10_tools/tools.yaml",
-            f"run.directory={run}",
-            f"rollout.engine={engine}",
+            "train", "configs/examples/10_tools/tools.yaml", f"run.directory={run}", engine,
             arguments,
-        ]
-        command += ["rollout.sglang={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
-        done = megappo(*command, processes=2, timeout=1700)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        ]  # fmt: skip
+        command += ["rollout.servers={max_total_tokens: 16384, threads: 1}"] if engine == "sglang" else []
+        succeed("megappo", *command, processes=2, timeout_seconds=1700)
         rewards[answers] = read_metrics(run / "metrics.jsonl")
     with_tool, without = ([line["reward/mean"] for line in rewards[answers][-5:]] for answers in (True, False))
     assert min(with_tool) > 0.9 and rewards[True][-1]["eval/reward_mean"] > 0.9

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megappo.runtime.allocator import with_room_for_frames
+from megappo.runtime.memory.allocator import with_room_for_frames
 
 CHILD = """
 import resource, sys
 import torch
-from megappo.runtime.allocator import keep_freed_memory
+from megappo.runtime.memory.allocator import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megappo.engines.sglang.servers.spec import COMPILE_CACHES
 from megappo.errors import ConfigError
 from megappo.runtime.compile_caches import rank_caches, server_caches
 
@@ -27,14 +29,14 @@ def test_caches_are_on_the_local_disk(node: Path) -> None:
         "FLASHINFER_WORKSPACE_BASE": str(node / "flashinfer"),
     }
     assert rank_caches({}) == caches
-    assert server_caches({}) == caches | {"SGLANG_CACHE_DIR": str(node / "sglang")}
+    assert server_caches({}, COMPILE_CACHES) == caches | {"SGLANG_CACHE_DIR": str(node / "sglang")}
     assert node.stat().st_mode & 0o777 == 0o700
 
 
 def test_variables_of_the_user_are_not_changed(node: Path) -> None:
     own = {"TRITON_HOME": "/x", "TORCHINDUCTOR_CACHE_DIR": "/y"}
     assert rank_caches(own) == {"FLASHINFER_WORKSPACE_BASE": str(node / "flashinfer")}
-    assert "SGLANG_CACHE_DIR" not in server_caches({"SGLANG_CACHE_DIR": "/z"})
+    assert "SGLANG_CACHE_DIR" not in server_caches({"SGLANG_CACHE_DIR": "/z"}, COMPILE_CACHES)
 
 
 def test_variable_sets_the_folder(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_unusable_folder_is_refused(tmp_path: Path, kind: str) -> None:
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    for caches in (rank_caches, server_caches):
+    for caches in (rank_caches, partial(server_caches, own=COMPILE_CACHES)):
         with pytest.raises(ConfigError, match=f"MEGAPPO_COMPILE_CACHE is '{folder}', must be a folder that only you"):
             caches({"MEGAPPO_COMPILE_CACHE": str(folder)})
 
@@ -66,7 +68,7 @@ def test_folder_with_foreign_write_access_is_not_used(node: Path, tmp_path: Path
     else:
         node.mkdir()
         node.chmod(0o777)
-    assert rank_caches({}) == {} == server_caches({})
+    assert rank_caches({}) == {} == server_caches({}, COMPILE_CACHES)
 
 
 @pytest.mark.waits

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import megappo.megatron  # noqa: F401 - imported once for all ranks
 from megappo.config.schema import RuntimeSettings
 from megappo.errors import FAULT, RUN_ERROR, USER_ERROR, ConfigError, Interrupted, RunError, verdict_of
+from megappo.network.store import free_port
 from megappo.runtime.process import Runtime, start_runtime
-from megappo.runtime.store import free_port
 
 pytestmark = pytest.mark.waits
 
@@ -196,7 +196,7 @@ def test_killed_rank_is_reported(body: Body, tmp_path: Path) -> None:
 def test_killed_rank_on_another_machine_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost connection is reported without a reason. By design, this takes nine seconds: five to wait for a reason,
     and four to close resources."""
-    monkeypatch.setattr("megappo.runtime.failures.find_next_rank", lambda *_: None)
+    monkeypatch.setattr("megappo.runtime.watch.failures.find_next_rank", lambda *_: None)
     first, second = ends(tmp_path, killed)
     assert (first.code, second.code) == (FAULT, -signal.SIGKILL)
     assert first.seconds < 2 * WITHIN_SECONDS

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megappo.config.grid import Grid
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
-from megappo.runtime.groups import WantedGroups, collective_backend, make_groups, make_host_group
-from megappo.runtime.interrupts import Interrupts
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.groups import WantedGroups, collective_backend, make_groups, make_host_group
+from megappo.runtime.watch.interrupts import Interrupts
 from tests.support.fake_world import TIMEOUT, Call, fake_world
 
 MOST_CALLS = 30

@@ -1,16 +1,18 @@
-"""Process groups of roles with different layouts, on the same or different ranks."""
+"""Process groups of roles with different layouts, and exchanges of tensors between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.harness import run_worker
+from tests.support.harness import launch, run_worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
 
 WORLD = 8
 # For each role: ranks, TP, PP, EP, CP.
@@ -62,3 +64,12 @@ def own(groups: dict[str, list[list[int]]], rank: int) -> Iterator[tuple[str, An
     """Yield the group of this rank for each kind of group."""
     for name, of_kind in groups.items():
         yield from ((name, ranks) for ranks in of_kind if rank in ranks)
+
+
+def test_exchange_between_three_ranks() -> None:
+    launch("exchange_worker.py", 3)
+
+
+def test_rank_has_two_connections_to_the_store(tmp_path: Path) -> None:
+    """One connection is for the process group and one for all listener threads. All ranks connect to one process."""
+    launch("store_worker.py", 2, tmp_path)

@@ -9,13 +9,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megappo.doctor.machine import disk
 from megappo.runtime import lock as room
@@ -44,14 +41,6 @@ try:
 except ValueError as error:
     print(error, flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    """Return a runtime with one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Runtime(0, 1, 0, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -112,14 +101,11 @@ def test_directory_of_a_killed_run_is_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [
-        ({**JOB, "SLURM_RESTART_COUNT": "1"}, "reserved"),
-        (JOB, "is in use by process 1 on n1, job 7"),
-        ({"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, "is in use by process 1 on n1, job 7"),
-        ({}, "is in use by process 1 on n1, job 7"),
-    ],
+    [({**JOB, "SLURM_RESTART_COUNT": "1"}, "reserved"), (JOB, "is in use by process 1 on n1, job 7"),
+     ({"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, "is in use by process 1 on n1, job 7"),
+     ({}, "is in use by process 1 on n1, job 7")],
     ids=["requeued", "the same attempt", "another job", "no job"],
-)
+)  # fmt: skip
 def test_killed_run_on_another_machine(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     """Only a later attempt of the same SLURM job can assume that the process has ended."""
     holder = Holder("n1", "another boot", "pid:[1]", 1, 5, "7", 0)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megappo.config import ConfigError
 from megappo.errors import RunError
+from megappo.network.store import address_towards, another_connection, free_port, listening_store
 from megappo.runtime.device import device_index
 from megappo.runtime.launchers import (
     Ranks,
@@ -34,27 +35,18 @@ from megappo.runtime.launchers import (
     seconds_to_end,
     tasks_per_node,
 )
-from megappo.runtime.meeting import await_all
-from megappo.runtime.store import address_towards, another_connection, free_port, listening_store
+from megappo.runtime.ranks.meeting import await_all
 from tests.support.worlds import environment
 
 SLURM = {
-    "SLURM_PROCID": "9",
-    "SLURM_STEP_NUM_TASKS": "12",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "8,4",
-    "SLURM_STEP_NODELIST": "localhost,gpu[02-03]",
-    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8,4", "SLURM_STEP_NODELIST": "localhost,gpu[02-03]", "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "0",
-}
+}  # fmt: skip
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-1",
-}
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1",
+}  # fmt: skip
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -140,18 +132,19 @@ def test_duration_since_process_start() -> None:
     assert seconds_since_start() == pytest.approx(passed, abs=1.0)
 
 
+IMPORTS = """
+from megappo.runtime.memory.allocator import put_off_collections
+put_off_collections()
+from megappo.config.schema import RuntimeSettings
+from megappo.runtime.process import start_runtime
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.waits
 def test_rank_of_another_job_is_refused() -> None:
     """The rank of the other job connects to the port of our rank 0."""
-    code = (
-        "from megappo.runtime.allocator import put_off_collections\n"
-        "put_off_collections()\n"
-        "from megappo.config.schema import RuntimeSettings\n"
-        "from megappo.runtime.process import start_runtime\n"
-        "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)):\n"
-        "    pass\n"
-    )
+    code = IMPORTS + "with start_runtime(RuntimeSettings(threads_per_rank=1, collective_timeout_seconds=120)): pass\n"
     variables = environment() | OPEN_MPI | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     ours, other = (
         subprocess.Popen(
@@ -228,11 +221,7 @@ def test_two_mpi_processes_connect() -> None:
     """The ranks are started like with mpirun and run a collective. No socket is open to other machines, for any name
     of this machine."""
     code = (
-        "from megappo.runtime.allocator import put_off_collections\n"
-        "put_off_collections()\n"
-        "import os, psutil, torch, torch.distributed as dist\n"
-        "from megappo.config.schema import RuntimeSettings\n"
-        "from megappo.runtime.process import start_runtime\n"
+        f"{IMPORTS}import os, psutil, torch, torch.distributed as dist\n"
         "with start_runtime(RuntimeSettings(threads_per_rank=1)) as runtime:\n"
         "    total = torch.tensor(float(runtime.rank + 1)); dist.all_reduce(total)\n"
         "    sockets = [s for s in psutil.Process().net_connections() if s.status == psutil.CONN_LISTEN]\n"

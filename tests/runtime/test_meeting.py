@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megappo.runtime.interfaces import reached_at
+from megappo.network.interfaces import reached_at
+from megappo.network.store import address_towards
 from megappo.runtime.launchers import Ranks
-from megappo.runtime.meeting import choose_interface
-from megappo.runtime.store import address_towards
+from megappo.runtime.ranks.meeting import choose_interface
 from tests.support.worlds import environment
 
 SCRIPT = Path(__file__).parents[1] / "support" / "workers" / "two_nodes.sh"
@@ -90,7 +90,7 @@ def namespaces(*command: str) -> list[str]:
 
 
 MEET = r"""
-from megappo.runtime.allocator import put_off_collections
+from megappo.runtime.memory.allocator import put_off_collections
 put_off_collections()
 import os, sys, psutil, torch, torch.distributed as dist
 from megappo.config.schema import RuntimeSettings
@@ -136,7 +136,7 @@ threading.Thread(target=serve, args=(server,), daemon=True).start()
 open(sys.argv[1], "w").write("nameserver 127.0.0.1")
 subprocess.run(["mount", "--bind", sys.argv[1], "/etc/resolv.conf"], check=True)
 from megappo.runtime.launchers import Ranks
-from megappo.runtime.meeting import meet
+from megappo.runtime.ranks.meeting import meet
 os.environ.update(MASTER_ADDR="10.99.0.1", MASTER_PORT="12345", GLOO_SOCKET_IFNAME="lo")
 def rank(number):
     stores[number] = meet(Ranks(number, 64, number, 64), datetime.timedelta(seconds=60))

@@ -11,8 +11,8 @@ import pytest
 from megappo.doctor import machine
 from megappo.doctor.machine import memory
 from megappo.plan.here import this_cpu
-from megappo.runtime import memory_limits
-from megappo.runtime.memory_limits import MemoryLimit, memory_limit
+from megappo.runtime.memory import memory_limits
+from megappo.runtime.memory.memory_limits import MemoryLimit, memory_limit
 
 GB = 10**9
 V1_UNLIMITED = 9223372036854771712

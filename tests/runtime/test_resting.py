@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megappo.megatron  # noqa: F401 - prepares torch for machines without CUDA
 from megappo.errors import RunError
-from megappo.runtime.resting import Movable, RestingPlace
+from megappo.runtime.memory.resting import Movable, RestingPlace
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,6 @@ def test_full_disk_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        RunError, match=rf"does not fit in {tmp_path}: No space left on device; set runtime.offload_dir"
-    ):
+    message = rf"does not fit in {tmp_path}: No space left on device; set runtime.offload_dir"
+    with pytest.raises(RunError, match=message):
         RestingPlace(CPU, tmp_path).reserve(10)

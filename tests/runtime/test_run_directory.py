@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megappo.errors import RunError
 from megappo.runtime import lock as room
 from megappo.runtime.lock import locked_directory
 from megappo.runtime.process import Runtime
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    """Return a runtime with one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Runtime(0, 1, 0, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def test_unchanged_directory_passes_the_check(
@@ -101,9 +90,8 @@ def test_moved_directory_is_reported_with_new_path(tmp_path: Path, runtime: Runt
     run = tmp_path / "run"
     with locked_directory(run, runtime) as directory:
         run.rename(tmp_path / "elsewhere")
-        with pytest.raises(
-            RunError, match=f"was moved to '{tmp_path / 'elsewhere'}' during .*; move it back and start"
-        ):
+        message = f"was moved to '{tmp_path / 'elsewhere'}' during .*; move it back and start"
+        with pytest.raises(RunError, match=message):
             directory.check()
         (tmp_path / "elsewhere").rename(run)
         directory.check()

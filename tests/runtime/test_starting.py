@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megappo.cli import main
-from megappo.runtime import sglang_cpu
-from megappo.runtime.allocator import collect_as_usual, put_off_collections
+from megappo.engines.sglang.servers import cpu_platform
+from megappo.runtime.memory.allocator import collect_as_usual, put_off_collections
 from megappo.runtime.packages import packages_distributions, quicken_transformers, show_torch
 from tests.support.harness import environment, start
 from tests.support.places import ROOT
@@ -178,21 +178,14 @@ def test_command_starts_without_unused_modules(tmp_path: Path) -> None:
 def test_commands_without_models_do_not_import_torch() -> None:
     """Each command runs in a separate process: `--help` without settings, plans of families with different layers,
     plans of estimators without a critic, and a search."""
-    plans = [
-        ["configs/quickstart.yaml"],
-        ["configs/quickstart.yaml", "algorithm.estimator=grpo", "critic=null"],
-        ["configs/quickstart.yaml", "--search", "--gpus=2"],
-        ["configs/gemma4_31b_2node_math.yaml"],
+    plans = [["configs/quickstart.yaml"], ["configs/quickstart.yaml", "algorithm.estimator=grpo", "critic=null"],
+        ["configs/quickstart.yaml", "--search", "--gpus=2"], ["configs/gemma4_31b_2node_math.yaml"],
         ["configs/gpt_oss_20b_8gpu_gsm8k.yaml", "--gpus=8"],
-        ["configs/deepseek_v3_32node_dapo_math.yaml", "--gpus=256", "--machine=h200"],
-    ]
+        ["configs/deepseek_v3_32node_dapo_math.yaml", "--gpus=256", "--machine=h200"]]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS_ALONE, json.dumps([["--help"], *(["plan", *settings] for settings in plans)])],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     reports = [
         json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
@@ -216,7 +209,7 @@ def test_plan_with_model_code_can_import_torch(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("chosen", "cuda"), [(True, False), (False, False), (True, True)])
 def test_server_on_cpu_starts_without_cuda_modules(chosen: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This applies to servers that megappo starts on a CPU. Garbage collection is enabled before the server forks."""
-    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.PLATFORM_NAME if chosen else "")
+    monkeypatch.setenv("SGLANG_PLATFORM", cpu_platform.PLATFORM_NAME if chosen else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
     monkeypatch.setattr(importlib.util, "find_spec", find_spec := importlib.util.find_spec)
@@ -224,7 +217,7 @@ def test_server_on_cpu_starts_without_cuda_modules(chosen: bool, cuda: bool, mon
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, "flashinfer")
     before = gc.get_threshold()
-    assert (sglang_cpu.activate() is None) == cuda
+    assert (cpu_platform.activate() is None) == cuda
     hastened = chosen and not cuda
     assert ("flashinfer" in sys.modules) == hastened == (gc.get_threshold() != before)
     assert (importlib.metadata.packages_distributions is packages_distributions) == hastened

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megappo.runtime.tally import Tally, Totals
+from megappo.runtime.ranks.tally import Tally, Totals
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -26,14 +26,11 @@ def totals(values: list[float]) -> Totals:
 
 @pytest.mark.parametrize(
     ("rounds", "expected"),
-    [
-        ([[1.0], [0.0, 0.0, 0.0]], {"mean": 0.25, "max": 1.0, "min": 0.0, "sum": 1.0}),
-        ([[-3.0, -1.0], [], [-8.0]], {"mean": -4.0, "max": -1.0, "min": -8.0, "sum": -12.0}),
-        ([[], []], {"sum": 0.0}),
-        ([[2.0], [math.nan]], {"mean": math.nan, "sum": math.nan}),
-        ([[math.inf], [1.0]], {"mean": math.inf, "max": math.inf, "min": 1.0, "sum": math.inf}),
-    ],
-)
+    [([[1.0], [0.0, 0.0, 0.0]], {"mean": 0.25, "max": 1.0, "min": 0.0, "sum": 1.0}),
+     ([[-3.0, -1.0], [], [-8.0]], {"mean": -4.0, "max": -1.0, "min": -8.0, "sum": -12.0}), ([[], []], {"sum": 0.0}),
+     ([[2.0], [math.nan]], {"mean": math.nan, "sum": math.nan}),
+     ([[math.inf], [1.0]], {"mean": math.inf, "max": math.inf, "min": 1.0, "sum": math.inf})],
+)  # fmt: skip
 def test_rounds_are_combined_by_kind_of_metric(rounds: list[list[float]], expected: dict[str, float]) -> None:
     combined = Totals.combined([totals(values) for values in rounds])
     assert {name: value for name, value in combined.items() if name in expected} == pytest.approx(expected, nan_ok=True)

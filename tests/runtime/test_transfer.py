@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples
-from megappo.runtime.exchange import exchange, make_routes
-from megappo.runtime.transfer import ALIGNMENT, to_device
+from megappo.runtime.memory.transfer import ALIGNMENT, to_device
+from megappo.runtime.ranks.exchange import exchange, make_routes
 from tests.support.workers.reads_worker import Copies
 
 LENGTHS, RESPONSES = (5, 9, 6), (2, 3, 1)
@@ -91,12 +90,9 @@ def test_transferred_batch_equals_packed_batch() -> None:
 def test_tensors_of_all_sizes_are_transferred() -> None:
     """This includes tensors that are empty, of one byte or not contiguous. Each tensor is aligned to 16 bytes."""
     tensors = {
-        "none": torch.empty(0, 3),
-        "byte": torch.tensor([True]),
-        "turned": torch.arange(6.0).view(2, 3).T,
-        "number": torch.tensor(7, dtype=torch.int64),
-        "half": torch.tensor([1.5, 2.5, 3.5], dtype=torch.bfloat16),
-    }
+        "none": torch.empty(0, 3), "byte": torch.tensor([True]), "turned": torch.arange(6.0).view(2, 3).T,
+        "number": torch.tensor(7, dtype=torch.int64), "half": torch.tensor([1.5, 2.5, 3.5], dtype=torch.bfloat16),
+    }  # fmt: skip
     copies = to_device(tensors, torch.device("cpu"))
     assert copies.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -104,14 +100,6 @@ def test_tensors_of_all_sizes_are_transferred() -> None:
         assert copies[name].storage_offset() * tensor.itemsize % ALIGNMENT == 0
         assert not tensor.numel() or copies[name].data_ptr() != tensor.data_ptr()
     assert to_device({}, torch.device("cpu")) == {}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Start a process group with one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def copies_of_exchange(samples: int) -> int:
@@ -125,6 +113,6 @@ def copies_of_exchange(samples: int) -> int:
     return copies.count
 
 
-def test_results_are_read_together(alone: None) -> None:
+def test_results_are_read_together(world_of_one: None) -> None:
     """The number of copies does not depend on the number of samples: one copy in each direction."""
     assert copies_of_exchange(9) == copies_of_exchange(1) == 2

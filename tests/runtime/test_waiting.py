@@ -1,17 +1,21 @@
-"""Common functions: waits with a deadline, ports, and messages of a process."""
+"""Common functions: waits with a deadline, retries of requests, seeds, ports, and messages of a process."""
 
 from __future__ import annotations
 
 import io
+import math
 import socket
 import threading
 import time
+from email.message import Message
 
 import pytest
 
 from megappo.errors import first_of, nearest_word, reason
-from megappo.observe.messages import Messages, View
-from megappo.runtime.store import free_port, listening_problem
+from megappo.network.retrying import LONGEST_PAUSE_SECONDS, Tries, requested_pause
+from megappo.network.store import free_port, listening_problem
+from megappo.observe.terminal.messages import Messages, View
+from megappo.runtime.seeds import derived_seed
 from megappo.runtime.waiting import wait_until
 
 
@@ -98,3 +102,52 @@ def test_helpers_for_messages() -> None:
     assert nearest_word("zzz", ["abc"], cutoff=0.5) is None
     assert reason(OSError("two\nlines \x1b[31m")) == "two lines \\x1b[31m"
     assert (reason(KeyError()), reason(ValueError("x" * 400), 10)) == ("KeyError", "xxxxxxx...")
+
+
+def test_pauses_double_and_vary() -> None:
+    pauses = [Tries(math.inf).pause() or 0.0 for _ in range(64)]
+    assert all(0.05 <= seconds <= 0.1 for seconds in pauses) and len(set(pauses)) > 1
+    tries = Tries(math.inf)
+    for longest in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[LONGEST_PAUSE_SECONDS] * 3):
+        seconds = tries.pause()
+        assert seconds is not None and longest / 2 <= seconds <= longest
+    tries.begin_again(math.inf)
+    assert tries.count == 0 and (tries.pause() or 1.0) <= 0.1
+
+
+def test_retries_end_by_number_and_deadline() -> None:
+    tries = Tries(math.inf, most=2)
+    assert tries.pause() is not None and tries.pause() is None and tries.count == 2
+    assert Tries(0.01).pause() is None, "the next attempt would be after the deadline"
+    assert Tries(30).pause(29.5) == 29.5 and Tries(30).pause(31) is None, "the server requests the pause"
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0.0), ({"retry-after": "7"}, 7.0), ({"Retry-After": "-7"}, 0.0), ({"Retry-After": "soon"}, 0.0),
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:30 GMT", "Date": "Wed, 21 Oct 2026 07:28:00 GMT"}, 30.0),
+        ({"Retry-After": "Wed, 21 Oct 2026 07:27:30 GMT", "Date": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0.0),
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:30 GMT"}, 0.0),
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:30", "Date": "Wed, 21 Oct 2026 07:28:00 GMT"}, 0.0),
+    ],
+)  # fmt: skip
+def test_pause_requested_by_a_server(headers: dict[str, str], seconds: float) -> None:
+    message = Message()
+    for name, value in headers.items():
+        message[name] = value
+    assert requested_pause(message) == seconds and requested_pause(None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("parts", "bits", "seed"),
+    [((0, 1, 2), 63, 3662037204992188296), ((7, "after", 12), 63, 2742713444620671204), ((3, 1), 32, 2276220904)],
+)
+def test_seeds_do_not_change(parts: tuple[int | str, ...], bits: int, seed: int) -> None:
+    assert derived_seed(*parts, bits=bits) == seed
+
+
+def test_seeds_use_all_bits_and_differ() -> None:
+    for bits in (32, 63):
+        seeds = {derived_seed(0, step, sample, bits=bits) for step in range(100) for sample in range(100)}
+        assert len(seeds) > 9990 and 2**bits * 0.999 < max(seeds) < 2**bits

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megappo.config.schema import PHASES
 from megappo.errors import HANG, RUN_ERROR
-from megappo.observe.progress import MICROBATCHES, PROGRESS
+from megappo.observe.terminal.progress import MICROBATCHES, PROGRESS
 from megappo.runtime.process import Runtime
-from megappo.runtime.watchdog import GENERATING, Limits, Watchdog
+from megappo.runtime.watch.watchdog import GENERATING, Limits, Watchdog
 
 GENERATES_SECONDS = 4.0
 LIMIT_SECONDS = 1.5
@@ -47,52 +47,42 @@ def rank_of_two(rank: int, folder: Path, phase: str, generating: tuple[str, ...]
         time.sleep(LOOP_SECONDS)
 
 
+def run_both_ranks(folder: Path, phase: str, generating: tuple[str, ...], code: int = HANG) -> list[float]:
+    """Run both ranks until the watchdogs end them with this exit code. Returns the durations in seconds."""
+    context = multiprocessing.get_context("fork")
+    lasted = context.Array("d", 2)
+    ranks = [context.Process(target=rank_of_two, args=(rank, folder, phase, generating, lasted)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == code
+    return lasted[:]
+
+
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("phase", "generating", "shortest", "longest"),
-    [
-        ("rollout", GENERATING, SHORTEST, 40.0),
-        ("update_actor", GENERATING, 1.0, 3.9),
-        ("update_actor", PHASES, SHORTEST, 40.0),
-        ("forward", GENERATING, SHORTEST, 40.0),
-    ],
+    [("rollout", GENERATING, SHORTEST, 40.0), ("update_actor", GENERATING, 1.0, 3.9),
+     ("update_actor", PHASES, SHORTEST, 40.0), ("forward", GENERATING, SHORTEST, 40.0)],
     ids=["rollout", "update", "one-step-ahead", "forward"],
-)
+)  # fmt: skip
 def test_phase_with_progress_is_not_ended(
     phase: str, generating: tuple[str, ...], shortest: float, longest: float, tmp_path: Path
 ) -> None:
     """The generating rank and the waiting rank are not ended. Without tokens, both ranks end. Updates generate no
     tokens, but with rollouts one step ahead, an update may wait for a rollout. Microbatches also count as progress."""
-    context = multiprocessing.get_context("fork")
-    lasted = context.Array("d", 2)
-    processes = [
-        context.Process(target=rank_of_two, args=(rank, tmp_path, phase, generating, lasted)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == HANG
-    assert all(shortest <= seconds <= longest for seconds in lasted[:]), lasted[:]
+    lasted = run_both_ranks(tmp_path, phase, generating)
+    assert all(shortest <= seconds <= longest for seconds in lasted), lasted
     assert len(list(tmp_path.glob("hang-*/rank-*.txt"))) == 2
 
 
 @pytest.mark.waits
 def test_second_hang_at_one_checkpoint_requests_no_restart(tmp_path: Path) -> None:
     """Exit code 79 would request a restart, and the same hang would repeat forever."""
-    context = multiprocessing.get_context("fork")
-    lasted = context.Array("d", 2)
     for newest, code in (("step-000003", HANG), ("", RUN_ERROR)):
         folder = tmp_path / (newest or "none")
         (folder / "hang-20200101-000000").mkdir(parents=True)
         (folder / "hang-20200101-000000/newest-checkpoint").write_text(newest)  # no newer checkpoint exists
-        ranks = [
-            context.Process(target=rank_of_two, args=(rank, folder, "update_actor", GENERATING, lasted))
-            for rank in (0, 1)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(60)
-            assert rank.exitcode == code
+        run_both_ranks(folder, "update_actor", GENERATING, code)
         assert len(list(folder.glob("hang-*/newest-checkpoint"))) == 2

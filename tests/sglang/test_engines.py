@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from megappo.engines.sglang.guard import session_pids
-from megappo.runtime.nccl import SETTINGS
+from megappo.engines.sglang.servers.guard import session_pids
+from megappo.runtime.ranks.nccl import SETTINGS
 from tests.support.harness import launch
 
 pytestmark = [
@@ -147,7 +147,8 @@ def test_answers_reach_the_minimum_length(scenario: Callable[[str], RankResults]
     [("two_engines", "kill"), pytest.param("struck_engines", "stop", marks=exhaustive), ("broadcast_engine", "kill")],
 )
 def test_lost_engine_loses_no_sample(scenario: Callable[[str], RankResults], name: str, accident: str) -> None:
-    """The engine is killed or stopped during a rollout. Each prompt still has exactly one answer."""
+    """The engine is killed or stopped during a rollout, and restarted during the rollout. Each prompt still has exactly
+    one answer."""
     for result in scenario(name):
         case = result[accident]
         assert case["answers"] == 24
@@ -155,7 +156,7 @@ def test_lost_engine_loses_no_sample(scenario: Callable[[str], RankResults], nam
         assert case["logprob_gap"] < EXACT
         assert case["restarts"] == 1
         assert case["versions"] == [case["version"]]
-        assert case["survivors"] == ([0] if name == "broadcast_engine" else [1])
+        assert case["current"] == ([0] if name == "broadcast_engine" else [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_answers_continue_under_new_weights(scenario: Callable[[str], RankResult
     version."""
     for result in scenario("two_engines"):
         case = result["in_flight"]
-        assert case["answers"] == 24 and case["idle"] == 0 and case["most_tokens"] <= 100
+        assert case["answers"] == 24 and case["late"] == 0 and case["most_tokens"] <= 100
         assert case["versions"] == case["expected"] and 0 < case["several"] <= case["partial"] <= case["cut"]
         assert case["gap_of_the_actors"] < EXACT < 1e-3 < case["gap_of_others"]
 

@@ -120,7 +120,7 @@ def test_listeners_match_the_documented_table(tmp_path: Path) -> None:
         done = start(
             "megappo", "train", "configs/examples/11_agent/agent.yaml", f"run.directory={tmp_path / 'run'}",
             "run.steps=1",
-            "rollout.engine=sglang", "checkpoint=null",
+            "rollout.servers.kind=sglang", "checkpoint=null",
             f"reward={json.dumps(reward)}", processes=2, environment=environment(), timeout_seconds=300,
         )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -39,7 +39,7 @@ def test_one_step_ahead_run_resumes_after_kill(tmp_path: Path) -> None:
     generation. The checkpoint contains the responses of the next step, so the resumed run trains on these responses
     although newer weights exist. The weights are offloaded."""
     settings = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "rollout.when_stopped=keep",
-                "rollout.sglang.engines=1")  # fmt: skip
+                "rollout.servers.count=1")  # fmt: skip
     config, run = "sglang_disaggregated", tmp_path / "killed"
     stop = {"rank": 1, "step": 2, "at": "update_critic", "signal": "SIGUSR1", "stall": "rollout", "after_answers": True}
     output = attempts(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.engines.sglang.guard import session_pids
+from megappo.engines.sglang.servers.guard import session_pids
 from megappo.observe.metric_docs import documented
 from megappo.observe.metrics import read_metrics
 from tests.support.harness import start
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 exhaustive = pytest.mark.exhaustive
 ALONE = ("actor.layout={}", "critic.layout={}", "evaluation=null", "data.validation=null")
-ONE = "rollout.sglang.engines=1"
+ONE = "rollout.servers.count=1"
 SMALL = ("rollout.prompts_per_step=10", "actor.minibatch_sequences=40", "critic.minibatch_sequences=40")
 
 
@@ -88,8 +88,8 @@ def test_episodes_through_servers(tmp_path: Path) -> None:
     command = (
         "train", "configs/examples/10_tools/tools.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=2",
         "evaluation=null",
-        "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
-        "rollout.sglang={max_total_tokens: 16384, threads: 1, deterministic: false}",  # for a prefix cache
+        "data.validation=null", "rollout.servers.kind=sglang", "rollout.environment.arguments={}",
+        "rollout.servers={max_total_tokens: 16384, threads: 1, deterministic: false}",  # for a prefix cache
         "actor.lora={rank: 8, alpha: 16}",
     )  # fmt: skip
     done = start("megappo", *command, processes=2, timeout_seconds=560)
@@ -109,9 +109,9 @@ def test_episodes_ahead_through_servers(tmp_path: Path, ahead: int) -> None:
     command = (
         "train", "configs/examples/10_tools/tools.yaml", f"run.directory={tmp_path / 'run'}", "run.steps=3",
         "evaluation=null",
-        "data.validation=null", "rollout.engine=sglang", "rollout.environment.arguments={}",
+        "data.validation=null", "rollout.servers.kind=sglang", "rollout.environment.arguments={}",
         f"rollout.ahead={ahead}", *(["rollout.max_lag=2"] if ahead > 1 else []),
-        "rollout.sglang={max_total_tokens: 16384, threads: 1}", "algorithm.old_logprob=corrected", *SMALL, *ALONE,
+        "rollout.servers={max_total_tokens: 16384, threads: 1}", "algorithm.old_logprob=corrected", *SMALL, *ALONE,
     )  # fmt: skip
     done = start("megappo", *command, processes=1, timeout_seconds=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -179,7 +179,7 @@ def test_servers_end_with_the_run(running: tuple[subprocess.Popen[str], list[int
 def failed_output(directory: Path, sglang: str, timeout: float) -> str:
     """Return the output of a run of one process that cannot start its servers."""
     command = ("train", "configs/sglang_quickstart.yaml", f"run.directory={directory}", *ALONE)
-    done = start("megappo", *command, f"rollout.sglang={sglang}", timeout_seconds=timeout)
+    done = start("megappo", *command, f"rollout.servers={sglang}", timeout_seconds=timeout)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output[-4000:]
     assert 'Traceback (most recent call last):\n  File "/' not in output.split("megappo: error")[0]
@@ -190,7 +190,7 @@ def test_unreachable_external_servers_fail_at_the_deadline(tmp_path: Path) -> No
     """The error names the server."""
     sglang = "{placement: disaggregated, urls: ['http://127.0.0.1:9'], start_timeout_seconds: 2}"
     output = failed_output(tmp_path / "run", sglang, 120)
-    assert "server 0 (http://127.0.0.1:9) of rollout.sglang.urls returned no healthy response" in output
+    assert "server 0 (http://127.0.0.1:9) of rollout.servers.urls returned no healthy response" in output
     assert "Traceback" not in output
 
 

@@ -20,8 +20,8 @@ if importlib.util.find_spec("sglang") is None:
 
 from megappo.config import load_config
 from megappo.engines.sglang.client import call
-from megappo.engines.sglang.spec import ServerSpec
-from megappo.runtime.sglang_hooks import SAMPLES_FOR_A_RUN
+from megappo.engines.sglang.servers.server_hooks import SAMPLES_FOR_A_RUN
+from megappo.engines.sglang.servers.spec import ServerSpec
 from tests.support.lone_server import largest_gap, lone_server, reference, request_text, token_logprobs
 from tests.support.models import VOCAB, write_model
 from tests.support.places import ROOT
@@ -67,7 +67,7 @@ def test_stop_tokens_are_masked_only_before_the_minimum(tmp_path: Path) -> None:
     stops, least = tuple(range(1, 66)), 6
     params = SamplingParams(0.8, 24, stops, min_new_tokens=least)
     requests = [GenerateRequest((70, 71 + i), seed=i, prompt_id=i) for i in range(48)]
-    retracting = "rollout.sglang.environment={SGLANG_TEST_RETRACT: 1, SGLANG_TEST_RETRACT_INTERVAL: 2}"
+    retracting = "rollout.servers.environment={SGLANG_TEST_RETRACT: 1, SGLANG_TEST_RETRACT_INTERVAL: 2}"
     settings = ("rollout.min_response_tokens=6", "rollout.max_response_tokens=24", retracting)
     with lone_server(tmp_path, *settings, stop_token_ids=stops) as server:
         outcome = request_text(server, requests, params)
@@ -120,7 +120,7 @@ def test_responses_reach_the_last_position(tmp_path: Path, family: str, changes:
     ]
     settings = (
         "data.max_prompt_tokens=63", "rollout.max_response_tokens=31", "rollout.max_total_tokens=64",
-        "rollout.sglang={threads: 1, max_total_tokens: 94}",
+        "rollout.servers={threads: 1, max_total_tokens: 94}",
     )  # fmt: skip
     params = SamplingParams(1.0, 31, ())
     with lone_server(tmp_path, *settings, stop_token_ids=(), max_total_tokens=72) as server:
@@ -137,7 +137,7 @@ def test_new_weights_invalidate_caches(tmp_path: Path) -> None:
         write_model(tmp_path / name, "qwen3", seed)
     params, prompt = SamplingParams(1.0, 8, ()), tuple(range(2, 50))
     requests = [GenerateRequest(prompt, seed=i, prompt_id=0) for i in range(4)]
-    caching = "rollout.sglang={threads: 1, max_total_tokens: 4096, deterministic: false}"
+    caching = "rollout.servers={threads: 1, max_total_tokens: 4096, deterministic: false}"
     with lone_server(tmp_path, "data.max_prompt_tokens=64", caching, stop_token_ids=()) as server:
         for version, name in ((1, "model"), (2, "newer"), (3, "model")):
             if version > 1:

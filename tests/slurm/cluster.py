@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.runtime.store import free_ports
+from megappo.network.store import free_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _START_SECONDS = 60

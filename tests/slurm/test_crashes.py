@@ -39,16 +39,17 @@ def crashing(
     return submit(cluster, folder, "some.yaml", flags=flags, MEGAPPO_PYTHON=python, MEGAPPO_DOCTOR="no", **settings)
 
 
-def ended(cluster: Cluster, job: int) -> tuple[str, str, str]:
-    """Wait for the end of a job and return its state, number of restarts and output."""
+def output_of_job(cluster: Cluster, job: int, *expected: str) -> str:
+    """Wait for the end of a job, check its state and number of restarts, and return its output."""
     state = end_of_second_attempt(cluster, job)
-    return state["JobState"], state["Restarts"], Path(state["StdOut"]).read_text()
+    output = Path(state["StdOut"]).read_text()
+    assert (state["JobState"], state["Restarts"]) == expected, output
+    return output
 
 
 def test_crash_after_a_checkpoint_requeues_on_another_node(cluster: Cluster, tmp_path: Path) -> None:
     job = crashing(cluster, tmp_path, checkpoint="12", flags=ONE_NODE)
-    state, restarts, output = ended(cluster, job)
-    assert (state, restarts) == ("COMPLETED", "1"), output
+    output = output_of_job(cluster, job, "COMPLETED", "1")
     log = (tmp_path / "logs" / str(job) / "attempt-0" / "train" / "rank-0.log").read_text()
     for text in (output, log):
         assert (
@@ -62,21 +63,17 @@ def test_crash_after_a_checkpoint_requeues_on_another_node(cluster: Cluster, tmp
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({}, "on node n1; the job ends, because the run has written no checkpoint since its last start"),
-        ({"checkpoint": "12", "MEGAPPO_CRASH_REQUEUES": 0}, "the job ends, because MEGAPPO_CRASH_REQUEUES is 0"),
-        ({"checkpoint": "12", "end": "exit 1"}, ""),
-        ({"checkpoint": "12", "end": "exit 2"}, ""),
-        ({"checkpoint": "12", "end": "kill -TERM $$"}, ""),
-    ],
+    [({}, "on node n1; the job ends, because the run has written no checkpoint since its last start"),
+     ({"checkpoint": "12", "MEGAPPO_CRASH_REQUEUES": 0}, "the job ends, because MEGAPPO_CRASH_REQUEUES is 0"),
+     ({"checkpoint": "12", "end": "exit 1"}, ""), ({"checkpoint": "12", "end": "exit 2"}, ""),
+     ({"checkpoint": "12", "end": "kill -TERM $$"}, "")],
     ids=["no progress", "turned off", "error of code", "error of settings", "ended from outside"],
-)
+)  # fmt: skip
 def test_other_errors_do_not_requeue_the_job(
     cluster: Cluster, tmp_path: Path, options: dict[str, str], message: str
 ) -> None:
     job = crashing(cluster, tmp_path, flags=ONE_NODE, **options)  # type: ignore[arg-type]
-    state, restarts, output = ended(cluster, job)
-    assert (state, restarts) == ("FAILED", "0"), output
+    output = output_of_job(cluster, job, "FAILED", "0")
     assert message in output and "back into the queue" not in output
 
 
@@ -84,8 +81,7 @@ def test_job_reports_the_rank_with_the_fault(cluster: Cluster, tmp_path: Path) -
     """All ranks end with the exit code of this rank. The job needs both nodes, so no node is excluded."""
     end = 'echo 1 >"$MEGAPPO_RANK_LOGS/first-failed"; exit 71'
     job = crashing(cluster, tmp_path, end=end, checkpoint="3")
-    state, restarts, output = ended(cluster, job)
-    assert (state, restarts) == ("COMPLETED", "1"), output
+    output = output_of_job(cluster, job, "COMPLETED", "1")
     assert "megappo: a device or NCCL failed on rank 1 on node n2; the run has advanced to the checkpoint of" in output
     assert "node n2 is not excluded, because the job needs 2 nodes and cannot use " in output
 
@@ -93,8 +89,7 @@ def test_job_reports_the_rank_with_the_fault(cluster: Cluster, tmp_path: Path) -
 def test_the_number_of_requeues_is_limited(cluster: Cluster, tmp_path: Path) -> None:
     options = {"MEGAPPO_CRASH_REQUEUES": "1", "MEGAPPO_EXCLUDE_NODES": "no"}
     job = crashing(cluster, tmp_path, checkpoint="5", crashes=9, flags=ONE_NODE, **options)
-    state, restarts, output = ended(cluster, job)
-    assert (state, restarts) == ("FAILED", "1"), output
+    output = output_of_job(cluster, job, "FAILED", "1")
     assert "node n1 is not excluded, because MEGAPPO_EXCLUDE_NODES is no" in output
     assert "the job ends, because MEGAPPO_CRASH_REQUEUES allows 1 requeues" in output
 
@@ -120,8 +115,7 @@ def test_training_resumes_from_the_checkpoint_after_a_kill(cluster: Cluster, tmp
     killed = time.monotonic()
     await_text(tmp_path / "job.out", "back into the queue", 120)
     assert time.monotonic() - killed < 60
-    state, restarts, output = ended(cluster, job)
-    assert (state, restarts) == ("COMPLETED", "1"), output
+    output = output_of_job(cluster, job, "COMPLETED", "1")
     assert "megappo: rank 1 was ended first, by SIGKILL, on node n2; the run has advanced" in output
     assert "continuing after step" in output
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 13))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.engines.sglang.guard import session_pids, shared_files
+from megappo.engines.sglang.servers.guard import session_pids, shared_files
 from megappo.observe.metrics import read_metrics
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import await_text, hurry, job_environment
@@ -105,7 +105,7 @@ def test_trainers_and_engines_are_two_steps(cluster: Cluster, tmp_path: Path) ->
     """One server uses two nodes. The part on the second node is killed during the run. Both parts are then restarted
     and receive the weights, and the run continues to its end."""
     shape = ("--partition=all", "--nodes=3", "--ntasks-per-node=1")
-    wide = ("run.steps=12", "rollout.sglang.tensor_parallel=2", "rollout.sglang.nodes=2")
+    wide = ("run.steps=12", "rollout.servers.tensor_parallel=2", "rollout.servers.nodes=2")
     job = submit(cluster, tmp_path, shape, *wide, MEGAPPO_ENGINE_NODES=2)
     await_steps(cluster, job, tmp_path, 2)
     assert places(cluster, job) == {"train": "n1", "engines": "n[2-3]"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SHORT, await_text, end_of_second_attempt, job_environment, numbers
-from tests.support.harness import start
+from tests.support.harness import succeed
 from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 def torchrun_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the metrics of the same run with torchrun."""
     directory = tmp_path_factory.mktemp("torchrun") / "run"
-    done = start("megappo", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT, processes=2)
-    assert done.returncode == 0, done.stderr
+    succeed("megappo", "train", "configs/quickstart.yaml", f"run.directory={directory}", *SHORT, processes=2)
     return numbers(directory)
 
 
@@ -111,10 +110,7 @@ def test_preempted_job_is_requeued(cluster: Cluster, tmp_path: Path, launcher: s
 def test_interrupted_job_has_the_same_metrics(cluster: Cluster, tmp_path: Path) -> None:
     """Real training: the signal of --signal interrupts the run, and the second attempt completes the same metrics."""
     more = (*SHORT, "run.steps=20")
-    done = start(
-        "megappo", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'whole'}", *more, processes=2
-    )
-    assert done.returncode == 0, done.stderr
+    succeed("megappo", "train", "configs/quickstart.yaml", f"run.directory={tmp_path / 'whole'}", *more, processes=2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     job = submit(
         cluster, tmp_path, "configs/quickstart.yaml", f"run.directory={metrics.parent}", *more, MEGAPPO_DOCTOR="no"
@@ -202,12 +198,8 @@ def test_failed_rank_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_submission_from_another_folder_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     command = [
-        "sbatch",
-        "--parsable",
-        "--nodes=1",
-        f"--output={tmp_path}/job.out",
-        str(ROOT / "launch/slurm/ppo.sbatch"),
-    ]
+        "sbatch", "--parsable", "--nodes=1", f"--output={tmp_path}/job.out", str(ROOT / "launch/slurm/ppo.sbatch"),
+    ]  # fmt: skip
     job = int(cluster.run(*command, "some.yaml", cwd=tmp_path, env=job_environment(cluster)).strip())
     state = cluster.wait(job, "FAILED", "COMPLETED", seconds=60)
     assert state["ExitCode"] == "2:0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -99,10 +100,9 @@ def program(folder: Path, name: str, output: str) -> None:
 @pytest.mark.parametrize("machine", [ON_A_GPU, []], ids=["h100", "this machine"])
 @pytest.mark.parametrize("task", TASKS)
 def test_written_configuration_passes_plan_and_dry_run(
-    task: str, machine: list[str], model: Path, empty: Path, capsys: pytest.CaptureFixture[str]
+    task: str, machine: list[str], model: Path, empty: Path, output_of: Callable[..., str]
 ) -> None:
-    assert main(["init", task, "--model", str(model), "--output", "mine.yaml", *machine]) == 0
-    output = capsys.readouterr().out
+    output = output_of("init", task, "--model", model, "--output", "mine.yaml", *machine)
     assert "wrote mine.yaml" in output and f"megappo train --dry-run mine.yaml{' ' * bool(machine)}" in output
     text = Path("mine.yaml").read_text()
     bare = [line for line in text.splitlines() if ":" in line and "#" not in line and not line.endswith(":")]
@@ -111,13 +111,12 @@ def test_written_configuration_passes_plan_and_dry_run(
     assert settings["model"]["dtype"] == ("bfloat16" if machine else "float32")
     assert ("lora" in settings["actor"]) == (task == "lora")
     assert main(["plan", "mine.yaml", *machine]) == 0
-    assert main(["train", "--dry-run", "mine.yaml", *machine]) == 0
-    assert "dry run" in capsys.readouterr().out
+    assert "dry run" in output_of("train", "--dry-run", "mine.yaml", *machine)
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("path", [ROOT / "configs/models/tiny_arithmetic", "models/tiny"])
-def test_quickstart_model_passes_dry_run(path: Path | str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_model_passes_dry_run(path: Path | str, empty: Path, errors_of: Callable[..., str]) -> None:
     if isinstance(path, str):
         (empty / "models").mkdir()
         (empty / path).symlink_to(ROOT / "configs/models/tiny_arithmetic")
@@ -128,8 +127,8 @@ def test_quickstart_model_passes_dry_run(path: Path | str, empty: Path, capsys: 
     for section, name in (("rollout", "prompts_per_step"), ("actor", "epochs"), ("algorithm", "entropy_coef")):
         assert settings[section][name] == quickstart[section][name], "these values learn sums within 200 steps"
     assert main(["train", "--dry-run", "tiny.yaml"]) == 0
-    assert main(["init", "gsm8k", "--model", str(path)]) == 2
-    assert "has tokens for digits and signs only, but the prompts of gsm8k have words" in capsys.readouterr().err
+    printed = errors_of("init", "gsm8k", "--model", path)
+    assert "has tokens for digits and signs only, but the prompts of gsm8k have words" in printed
 
 
 @pytest.mark.waits
@@ -178,44 +177,36 @@ def test_written_settings_exist(model: Path, empty: Path) -> None:
         (["--output", "data"], "--output 'data' must end with .yaml"),
         (["--output", "a b.yaml"], "--output 'a b.yaml' must end with .yaml, after a name of letters"),
         (["--gpus", "0", "--machine", "h100"], "--gpus is '0', must be a whole number from 1 to 16384"),
-        (
-            ["--gpus", "16", "--machine", "h100"],
-            "counts the devices of a node, but a node of h100 has 8; for 16 in all write --nodes 2 --gpus 8",
-        ),
+        (["--gpus", "16", "--machine", "h100"],
+         "counts the devices of a node, but a node of h100 has 8; for 16 in all write --nodes 2 --gpus 8"),
         (["--gpus", "many"], "--gpus is 'many', must be a whole number"),
         (["--nodes", "2"], "neither nvidia-smi nor sinfo shows a GPU here"),
-        (
-            ["--gpus", "16384", "--nodes", "2", "--machine", "cpu"],
-            "--gpus times --nodes is 32768, must be at most 16384",
-        ),
+        (["--gpus", "16384", "--nodes", "2", "--machine", "cpu"],
+         "--gpus times --nodes is 32768, must be at most 16384"),
         (["--machine", "abacus"], "--machine is 'abacus', must be"),
         (["--data", "nothing.jsonl"], "--data 'nothing.jsonl' is no file"),
         (["--model", "there.yaml"], "model.path 'there.yaml' is a file"),
         (["--model", "no/such/folder"], "model.path 'no/such/folder': there is no such folder"),
     ],
-)
+)  # fmt: skip
 def test_invalid_arguments_give_one_message(
-    arguments: list[str], sentence: str, empty: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], sentence: str, empty: Path, errors_of: Callable[..., str]
 ) -> None:
     (empty / "there.yaml").write_text("run: {}\n")
     before = sorted(path.name for path in empty.iterdir())
-    assert main(["init", *arguments]) == 2
-    error = capsys.readouterr().err
+    error = errors_of("init", *arguments)
     assert sentence in error and len(error.splitlines()) == 1
     assert sorted(path.name for path in empty.iterdir()) == before
 
 
-def test_model_that_does_not_fit_has_one_message(
-    empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_that_does_not_fit_has_one_message(empty: Path, tmp_path: Path, errors_of: Callable[..., str]) -> None:
     big = tmp_path / "big"
     big.mkdir()
     sizes = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "num_attention_heads": 128}
     (big / "config.json").write_text(
         json.dumps({"model_type": "llama", "vocab_size": 128000, "max_position_embeddings": 8192, **sizes})
     )
-    assert main(["init", "--model", str(big), "--machine", "l40s"]) == 2
-    error = capsys.readouterr().err
+    error = errors_of("init", "--model", big, "--machine", "l40s")
     assert f"{big} does not fit on 1 x " in error and "no layout on 1 x l40s fits" in error
     assert "name a smaller --model, or a larger machine" in error and len(error.splitlines()) == 1
     assert not list(empty.glob("*jsonl*")) and not list(empty.glob(".*"))
@@ -231,11 +222,10 @@ def test_tools_without_gpu_use_a_model_that_fits(
 
 
 def test_models_that_do_not_fit_are_named(
-    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    empty: Path, monkeypatch: pytest.MonkeyPatch, errors_of: Callable[..., str]
 ) -> None:
     monkeypatch.setattr("megappo.plan.here.machine_bytes", lambda: 8 * 10**9)
-    assert main(["init", "tools"]) == 2
-    error = capsys.readouterr().err
+    error = errors_of("init", "tools")
     assert "Qwen/Qwen3-0.6B and Qwen/Qwen2.5-0.5B-Instruct do not fit on this machine's" in error
     assert "name a smaller --model, or a larger machine, for example --machine h100 --gpus 8" in error
     assert "shorten the response" not in error and not (empty / "tools.yaml").exists()
@@ -259,17 +249,15 @@ def test_devices_are_detected_from_the_machine(empty: Path) -> None:
 
 
 @pytest.mark.waits
-def test_cluster_start_command_is_printed(model: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_start_command_is_printed(model: Path, empty: Path, output_of: Callable[..., str]) -> None:
     program(empty, "sinfo", "gpu:h100:8")
     os.environ["PATH"] += ":/bin:/usr/bin"
-    assert main(["init", "gsm8k", "--model", str(model), "--nodes", "2"]) == 0
-    output = capsys.readouterr().out
+    output = output_of("init", "gsm8k", "--model", model, "--nodes", "2")
     assert "megappo plan gsm8k.yaml --machine h100 --gpus 16" in output
     line = f"sbatch --nodes 2 --gpus-per-node 8 {ROOT / 'launch/slurm/ppo.sbatch'} gsm8k.yaml"
     assert f"  MEGAPPO_ROOT={ROOT} {line}\n" in output
     assert "all nodes must see it" in Path("gsm8k.yaml").read_text()
-    assert main(["init", "lora", "--model", str(model)]) == 0, "one of the detected devices"
-    assert "--gpus 1" in capsys.readouterr().out
+    assert "--gpus 1" in output_of("init", "lora", "--model", model)
 
 
 def test_file_systems_are_distinguished() -> None:

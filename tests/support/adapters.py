@@ -23,15 +23,9 @@ PREFIX = "base_model.model."
 
 
 def write_adapters(
-    out: Path,
-    base: Path,
-    *,
-    rank: int,
-    alpha: float,
-    seed: int,
-    targets: tuple[str, ...] = MATRICES,
+    out: Path, base: Path, *, rank: int, alpha: float, seed: int, targets: tuple[str, ...] = MATRICES,
     b_std: float = 0.05,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a PEFT folder. The B matrices are not zero, so both factors have gradients in the first step."""
     g = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}

@@ -22,12 +22,7 @@ def attempts(folder: Path, *planned: dict[str, Any], timeout: float = 200) -> st
 
 
 def train(
-    directory: Path,
-    *overrides: str,
-    config: str = "quickstart",
-    processes: int = 2,
-    expect: str = "0",
-    **more: Any,
+    directory: Path, *overrides: str, config: str = "quickstart", processes: int = 2, expect: str = "0", **more: Any
 ) -> dict[str, Any]:
     """Return an attempt to train with a shipped configuration."""
     arguments = ["train", f"configs/{config}.yaml", f"run.directory={directory}", *SMALL, *overrides]

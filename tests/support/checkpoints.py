@@ -22,11 +22,11 @@ from megappo.checkpoint.identity import architecture_digest, architecture_fields
 from megappo.checkpoint.randomness import random_states, seed_generators
 from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.config import load_config
-from megappo.config.model_files import read_architecture
 from megappo.config.schema import CheckpointSettings
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import model_parameters, shard_shape
 from megappo.families.weights import read_shard
+from megappo.models.model_files import read_architecture
 from megappo.reshard.sources import SafetensorsSource
 from megappo.runtime.process import Runtime
 from tests.support.models import VOCAB, write_model
@@ -34,6 +34,24 @@ from tests.support.places import BASE, ROOT, TINY
 
 ARCHIVES = ROOT / "tests" / "checkpoint" / "archives"
 SHAPES = {"actor.weight.a": (64, 8), "critic.weight.b": (64, 8)}
+TRACES: list[str] = []
+
+
+def leave_a_trace(where: str) -> None:
+    TRACES.append(where)
+
+
+CALL = f"{__name__}.leave_a_trace"
+
+
+class Payload:
+    """A payload whose pickle calls a function when it is loaded."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave_a_trace, (self.where,)
 
 
 def snapshot(step: int, reward: float = 0.0) -> Snapshot:
@@ -79,13 +97,10 @@ def one_step_run(root: Path) -> Path:
     config = load_config(BASE, [f"model.path={model}", f"model.tokenizer={TINY}", "critic=null"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     content = {
-        "trainer": {"step": 1},
-        "metrics": {},
-        "versions": {"torch": str(torch.__version__)},
-        "settings": config.model_dump(mode="json"),
-        "identity": {"model": architecture_digest(model)},
+        "trainer": {"step": 1}, "metrics": {}, "versions": {"torch": str(torch.__version__)},
+        "settings": config.model_dump(mode="json"), "identity": {"model": architecture_digest(model)},
         "architectures": {"actor": architecture_fields(arch)},
-    }
+    }  # fmt: skip
     from megatron.core.dist_checkpointing import ShardedTensor
 
     shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored(model, arch)}

@@ -1,26 +1,31 @@
-"""Substitutes for tests of episodes: engines without a model, and the objects of a runner."""
+"""Substitutes for tests of episodes: engines without a model, and the objects of a pool of episodes."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from tokenizers import decoders
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from megappo.config.environment import EnvironmentSettings
-from megappo.engines.protocol import Completion, GenerateRequest, Listener, RequestStream, SamplingParams, TurnDriver
-from megappo.engines.stopping import stopped
+from megappo.config.sections.engine import EngineCapabilities
+from megappo.config.sections.environment import EnvironmentSettings
+from megappo.engines.base import BatchEngine
+from megappo.engines.protocol import Completion, GenerateRequest, PauseMode, SamplingParams, SyncReport
+from megappo.engines.requests import RequestTracker
+from megappo.engines.stretches import stopped
 from megappo.environments.chat import ChatTokens
+from megappo.environments.episodes import EpisodePool
 from megappo.environments.gateway.server import Gateway
 from megappo.environments.protocol import Environment
 from megappo.environments.registry import EnvironmentContext
-from megappo.environments.runner import EpisodeRunner
 from megappo.environments.session import SharedEpisodeState
-from megappo.environments.tool_pool import ToolPool
-from megappo.runtime.interrupts import NeverStop
+from megappo.environments.tools.tool_pool import ToolPool
+from megappo.runtime.watch.interrupts import NeverStop, Stop
 from megappo.types import Prompt
 from tests.support.data import character_tokenizer
 
@@ -44,15 +49,14 @@ MOST_PROMPT_TOKENS = 1000
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=200, stop_token_ids=(END,))
 
 
-class SayingEngine:
+class SayingEngine(BatchEngine):
     """An engine that answers with the result of a function of the request. The log-probabilities are the negative
     token ids."""
 
-    version = 7
-
-    def __init__(self, respond: Respond) -> None:
-        self.respond, self.rounds = respond, list[list[GenerateRequest]]()
-        self.on_tokens: Callable[[], None] = lambda: None
+    def __init__(self, respond: Respond, stop: Stop | None = None) -> None:
+        super().__init__(stop)
+        self.version, self.respond, self.rounds = 7, respond, list[list[GenerateRequest]]()
+        self.stop: Stop = stop if stop is not None else NeverStop()
 
     def answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         ids = [*TOKENIZER(self.respond(request), add_special_tokens=False)["input_ids"], END]
@@ -62,134 +66,124 @@ class SayingEngine:
         )
         return stopped(answer, params)
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
         self.rounds.append(list(requests))
-        return [self.answer(request, params) for request in requests]
+        return enumerate([self.answer(request, params) for request in requests])
 
-    def update_weights(self, named_tensors: Any, version: int) -> None:
+    def update_weights(self, named_tensors: Any, version: int) -> SyncReport:
         self.version = version
+        return SyncReport(())
 
-    def close(self) -> None:
-        """Do nothing, because the engine has no resources."""
+
+@functools.cache
+def _delays() -> asyncio.AbstractEventLoop:
+    """Return an event loop in a separate thread for delayed calls."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 class PromptEngine(SayingEngine):
     """Answers each request after a separate delay while other requests arrive, as servers do."""
 
-    def __init__(self, respond: Respond, delay: Callable[[GenerateRequest], float] = lambda _: 0.0) -> None:
-        super().__init__(respond)
-        self.delay = delay
-        self.keeps_requests: Callable[[GenerateRequest], bool] = lambda _: False
-        """Returns whether the answer to a request must be delayed."""
-        self.left = 0
-        """Number of unfinished episodes at the end of the last driver."""
+    capabilities = EngineCapabilities(concurrent=True)
 
-    def converse(self, driver: TurnDriver, params: SamplingParams) -> None:
-        self.finish_stream(driver, self.open_stream(driver, params), params)
-
-    def open_stream(self, driver: TurnDriver, params: SamplingParams) -> RequestStream:
-        return _Delayed(self, driver, params)
-
-    def finish_stream(
-        self, driver: TurnDriver, stream: RequestStream, params: SamplingParams, *, weights_changed: bool = False
+    def __init__(
+        self,
+        respond: Respond,
+        delay: Callable[[GenerateRequest], float] = lambda _: 0.0,
+        stop: Stop | None = None,
     ) -> None:
-        assert isinstance(stream, _Delayed)
-        try:
-            self.left = driver.drive(stream)
-        finally:
-            stream.close()
+        super().__init__(respond, stop)
+        self.delay = delay
+        self.is_delayed: Callable[[GenerateRequest], bool] = lambda _: False
+        """Returns whether the answer to a request must be delayed further."""
+        self._running: set[Future[Completion]] = set()
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Future[Completion]]:
+        futures = [Future[Completion]() for _ in requests]
+        self._running |= {*futures}
+        for request, future in zip(requests, futures, strict=True):
+            deliver = functools.partial(self._deliver, request, params, future)
+            _delays().call_soon_threadsafe(_delays().call_later, self.delay(request), deliver)
+        return futures
+
+    def _deliver(self, request: GenerateRequest, params: SamplingParams, future: Future[Completion]) -> None:
+        if self.is_delayed(request):
+            _delays().call_later(0.01, self._deliver, request, params, future)
+        else:
+            self._running.discard(future)
+            future.set_result(self.answer(request, params))
+
+    def poll(self, wait_seconds: float, *, weights_changed: bool = False) -> None:
+        wait([*self._running], wait_seconds)
+        self.stop.check()
 
 
 class FlyingEngine(SayingEngine):
-    """Answers all requests at each call of `finished`. `abort` returns one token of each request."""
+    """Answers all requests at each poll. A pause returns one token of each request. Requests of the conversations in
+    `stuck` are never answered completely."""
+
+    capabilities = EngineCapabilities(concurrent=True)
 
     def __init__(self, respond: Respond, stuck: Collection[int] = ()) -> None:
         super().__init__(respond)
-        self.sent: list[tuple[int, GenerateRequest]] = []
-        self._stuck, self._rest, self._lock = stuck, dict[int, list[int]](), threading.Lock()
-        self._under_way: dict[int, tuple[GenerateRequest, list[int]]] = {}
-        self._listener: Listener | None = None
-
-    def listen(self, listener: Listener) -> None:
-        self._listener = listener
+        self.sent: list[GenerateRequest] = []
+        self._stuck, self._lock = stuck, threading.Lock()
+        self._running: list[tuple[GenerateRequest, list[int], Future[Completion]]] = []
+        self._rests: dict[tuple[int, ...], list[int]] = {}
+        """Tokens after an interruption, by the tokens of the continued request."""
 
     @property
     def has_requests(self) -> bool:
         """Return whether a request is in flight."""
-        return bool(self._under_way)
+        return bool(self._running)
 
-    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Future[Completion]]:
+        futures = [Future[Completion]() for _ in requests]
         with self._lock:
-            for number, request in requests.items():
-                assert number not in self._under_way
-                self.sent.append((number, request))
-                whole = list(self.answer(request, params).token_ids)
-                self._under_way[number] = request, self._rest.pop(number, whole)
+            for request, future in zip(requests, futures, strict=True):
+                ids = self._rests.get(request.token_ids) or list(self.answer(request, params).token_ids)
+                self.sent.append(request)
+                self._running.append((request, ids, future))
+        return futures
 
-    def _take(self, number: int, tokens: int | None) -> Completion:
-        _, ids = self._under_way.pop(number)
-        token_ids, rest = ids[:tokens], ids[len(ids[:tokens]) :]
-        if rest:
-            self._rest[number] = rest
-        logprobs = tuple(-float(self.version) for _ in token_ids)
-        return Completion(tuple(token_ids), logprobs, False, self.version, broken_off=bool(rest))
-
-    def finished(self, wait_seconds: float) -> dict[int, Completion]:
+    def poll(self, wait_seconds: float, *, weights_changed: bool = False) -> None:
         with self._lock:
-            completions = {
-                number: self._take(number, None) for number in [*self._under_way] if number not in self._stuck
-            }
-        for number, completion in completions.items():
-            assert self._listener is not None
-            self._listener.answered(number, completion)
-        return {}
+            answered = [each for each in self._running if each[0].conversation not in self._stuck]
+            self._running = [each for each in self._running if each not in answered]
+        for _, ids, future in answered:
+            future.set_result(self._completion(ids))
 
-    def abort(self) -> dict[int, Completion]:
+    def pause(self, mode: PauseMode) -> None:
         with self._lock:
-            return {number: self._take(number, 1) for number in [*self._under_way]}
+            running, self._running = self._running, []
+        for request, ids, future in running:
+            self._rests[request.token_ids + tuple(ids[:1])] = ids[1:]
+            future.set_result(self._completion(ids[:1], broken_off=len(ids) > 1))
+
+    def _completion(self, ids: Sequence[int], *, broken_off: bool = False) -> Completion:
+        return Completion(tuple(ids), (-float(self.version),) * len(ids), False, self.version, broken_off=broken_off)
 
 
-class _Delayed(RequestStream):
-    is_over = False
-
-    def __init__(self, engine: PromptEngine, driver: TurnDriver, params: SamplingParams) -> None:
-        self._engine, self._driver, self._params = engine, driver, params
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-
-    def send(self, number: int, request: GenerateRequest) -> None:
-        def answer() -> None:
-            if self._engine.keeps_requests(request):
-                self._loop.call_later(0.01, answer)
-            else:
-                self._driver.answered(number, self._engine.answer(request, self._params))
-
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._engine.delay(request), answer)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-def runner(
-    environment: Environment, engine: SayingEngine, *, template: str | None = None, stop: Any = None, **limits: Any
-) -> EpisodeRunner:
-    """Return a runner for episodes of an environment with an engine."""
+def episode_pool(
+    environment: Environment,
+    engine: SayingEngine,
+    *,
+    template: str | None = None,
+    tracker: RequestTracker | None = None,
+    **limits: Any,
+) -> EpisodePool:
+    """Return a pool for episodes of an environment with an engine."""
     settings = EnvironmentSettings(**limits)
     encoder = TOKENIZER if template is None else tokenizer(template)
     role = getattr(environment, "role", "user")
     chat = None if template is None else ChatTokens(encoder, (END,))
-    pool = ToolPool(getattr(environment, "tools", {}), settings.tools)
+    tools = ToolPool(getattr(environment, "tools", {}), settings.tools)
     gateway = Gateway(settings.gateway_host)
-    shared = SharedEpisodeState(settings, encoder, len(encoder), chat, role, pool, gateway, MOST_PROMPT_TOKENS)
-    return EpisodeRunner(EnvironmentContext(environment, shared), engine, stop or NeverStop())
+    shared = SharedEpisodeState(settings, encoder, len(encoder), chat, role, tools, gateway, MOST_PROMPT_TOKENS)
+    requests = tracker if tracker is not None else RequestTracker(engine, len(encoder))
+    return EpisodePool(EnvironmentContext(environment, shared), engine, requests, engine.stop)
 
 
 def prompts_and_requests(

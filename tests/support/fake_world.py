@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo.config.schema import RuntimeSettings
-from megappo.runtime.groups import join_world
 from megappo.runtime.launchers import Ranks
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.groups import join_world
 
 META = torch.device("meta")
 TIMEOUT = timedelta(seconds=RuntimeSettings().collective_timeout_seconds)

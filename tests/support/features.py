@@ -95,36 +95,24 @@ FACTORS: dict[str, tuple[Level, ...]] = {
             ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true"),
         ),
     ),
-    "weights": (
-        _off("all weights trained"),
-        Level("lora", "adapters on every matrix", ("lora={rank: 4, alpha: 6, targets: all}",)),
-    ),
-    "recompute": (
-        _off("activations kept"),
-        Level("parts", "attention and MLP recomputed", ("recompute=selective",)),
-        Level("full", "layers recomputed", ("recompute=full",)),
-    ),
-    "memory": (
-        _off("everything on the device"),
+    "weights": (_off("all weights trained"),
+        Level("lora", "adapters on every matrix", ("lora={rank: 4, alpha: 6, targets: all}",))),
+    "recompute": (_off("activations kept"), Level("parts", "attention and MLP recomputed", ("recompute=selective",)),
+        Level("full", "layers recomputed", ("recompute=full",))),
+    "memory": (_off("everything on the device"),
         Level("offload", "offload of inactive roles", ("offload=true",), ("reference.offload=true",)),
-        Level("on-host", "half of the optimizer on the host", ("optimizer.on_host=0.5",)),
-    ),
+        Level("on-host", "half of the optimizer on the host", ("optimizer.on_host=0.5",))),
     "critic": (_off("same layout for actor and critic"), Level("other-critic", "different layout for the critic")),
-    "loss": (
-        _off("PPO-clip, mean over tokens"),
+    "loss": (_off("PPO-clip, mean over tokens"),
         Level("seq-mean", "PPO-clip, mean over samples", settings=("algorithm.loss_aggregation=seq-mean-token-mean",)),
-        Level("cispo", "a custom policy loss per token"),
-        Level("gspo", "a custom policy loss per sample"),
-    ),
+        Level("cispo", "a custom policy loss per token"), Level("gspo", "a custom policy loss per sample")),
     "estimates": (
         _off("one lambda"),
         Level(
             "vapo",
             "length-adaptive lambda for the actor, lambda 1 for the critic, imitation of good samples",
-            settings=(
-                f"algorithm.lam={{actor: {{length_adaptive: {ADAPTIVE_LAM}}}, critic: 1.0}}",
-                f"algorithm.positive_nll_coef={NLL_COEF}",
-            ),
+            settings=(f"algorithm.lam={{actor: {{length_adaptive: {ADAPTIVE_LAM}}}, critic: 1.0}}",
+                f"algorithm.positive_nll_coef={NLL_COEF}"),
         ),
     ),
     "samples": (

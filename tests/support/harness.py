@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 _NURSERY = """
-from megappo.runtime.allocator import collections_put_off
+from megappo.runtime.memory.allocator import collections_put_off
 with collections_put_off():
     from tests.support.nursery import main
 main()
@@ -59,13 +59,17 @@ def _nursery() -> Connection:
     return ours
 
 
+def write_program(path: Path, text: str) -> None:
+    """Write an executable file, and its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def start(
-    program: str | Path,
-    *arguments: object,
-    processes: int = 0,
-    timeout_seconds: float = 300,
+    program: str | Path, *arguments: object, processes: int = 0, timeout_seconds: float = 300,
     environment: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a file or a package on `processes` processes with the variables of torchrun, or once without these
     variables if `processes` is 0. `environment` replaces the variables of the nursery."""
     sys.audit(STARTS, str(program))
@@ -84,6 +88,13 @@ def start(
         f"{program} {command_arguments} took longer than {timeout_seconds:g} s: {(outputs[0] + outputs[1])[-6000:]}"
     )
     return subprocess.CompletedProcess([str(program), *command_arguments], code, *outputs)
+
+
+def succeed(program: str | Path, *arguments: object, **options: Any) -> str:
+    """Run a program like `start`, check that it succeeds, and return its standard output."""
+    done = start(program, *arguments, **options)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
 
 
 def launch(worker: str, processes: int, *arguments: object, timeout_seconds: float = 300) -> str:

@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from megappo.config import Config
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.base import BatchEngine
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, SyncReport
+from megappo.runtime.watch.interrupts import Stop
 
 SECRET = "a-s3cret-of-a-neighbour"
 FORMS = ("{}", "${}$", "\\boxed{{{}}}", "<answer>{}</answer>", "#### {}")
@@ -102,28 +104,23 @@ class HostileTargets:
         return [f"{head}\nlibc = ctypes.CDLL(None)\nopen('own', 'w').close()\n{code}" for code in plain]
 
 
-class HostileEngine:
+class HostileEngine(BatchEngine):
     """Returns the texts of a file in order, for any request. If the prompt contains the output of a tool,
     the answer is 24."""
 
-    def __init__(self, *, config: Config, folder: Path, texts: str, **_others: Any) -> None:
-        self.version = 0
-        self.on_tokens: Callable[[], None] = lambda: None
+    def __init__(self, *, config: Config, folder: Path, texts: str, stop: Stop, **_others: Any) -> None:
+        super().__init__(stop)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(config.model.tokenizer))
         self._answers, self._texts = 0, json.loads(Path(texts).read_text())
 
-    def update_weights(self, named_tensors: Any, version: int) -> None:
+    def update_weights(self, named_tensors: Any, version: int) -> SyncReport:
         for _ in named_tensors:
             pass
         self.version = version
+        return SyncReport(())
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
-        return [self._answer(request, params) for request in requests]
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
+        return enumerate([self._answer(request, params) for request in requests])
 
     def _answer(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         text = "24"
@@ -134,6 +131,3 @@ class HostileEngine:
         token_ids = tuple(ids[: request.most_tokens(params)])
         logprob = -math.log(len(self._tokenizer))
         return Completion(token_ids, (logprob,) * len(token_ids), len(token_ids) < len(ids), self.version)
-
-    def close(self) -> None:
-        """Do nothing, because the engine has no resources."""

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megappo.config import load_config
 from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
 from megappo.engines.sglang.client import Endpoint
-from megappo.engines.sglang.dispatch import Outcome, Round, RoundLimits
-from megappo.engines.sglang.server import start_server
-from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.requests.dispatch import Dispatcher
+from megappo.engines.sglang.requests.generation import RequestLimits
+from megappo.engines.sglang.servers.server import start_server
+from megappo.engines.sglang.servers.spec import ServerSpec
 from tests.support.places import ROOT
+from tests.support.stand_in import Outcome, outcome_of, submit
 
 TOKENIZER = ROOT / "configs/models/tiny_arithmetic"
 
@@ -46,8 +48,12 @@ def request_text(
     endpoint: Endpoint, requests: Sequence[GenerateRequest], params: SamplingParams, version: int = 1
 ) -> Outcome:
     """Return the answers of the server to requests."""
-    limits = RoundLimits(512, 60.0, 60.0, 60.0)
-    return Round([endpoint], dict(enumerate(requests)), params, version, limits).result()
+    dispatcher = Dispatcher(RequestLimits(512, 60.0, 60.0, 60.0), lambda: None)
+    try:
+        dispatcher.use([endpoint], version)
+        return outcome_of(dispatcher, submit(dispatcher, dict(enumerate(requests)), params), [endpoint])
+    finally:
+        dispatcher.close()
 
 
 def reference(folder: Path) -> PreTrainedModel:
@@ -58,14 +64,9 @@ def reference(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def token_logprobs(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    response: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    masked: Collection[int] = (),
-    least_tokens: int = 0,
-) -> torch.Tensor:
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], *, temperature: float = 1.0,
+    masked: Collection[int] = (), least_tokens: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probability of each response token, (R,). The first `least_tokens` positions exclude the
     `masked` tokens."""
     logits_TV = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float() / temperature

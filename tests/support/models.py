@@ -32,31 +32,17 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     # Logit caps in the range of the logits, and scores that are not divided by the square root of the head size.
     "gemma2": {
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 5,
-        "sliding_window": 7,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 5, "sliding_window": 7,
     },
     "gemma3_text": {"query_pre_attn_scalar": 5, "sliding_window": 7, "sliding_window_pattern": 2},
     # Heads of size 8 with a window, and heads of size 16 without a window, of which a quarter is rotated.
     "gemma4_text": {
-        "hidden_size_per_layer_input": 0,
-        "attention_k_eq_v": True,
-        "num_key_value_heads": 4,
-        "num_global_key_value_heads": 2,
-        "global_head_dim": 16,
-        "final_logit_softcapping": 5.0,
-        "sliding_window": 7,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2, "global_head_dim": 16, "final_logit_softcapping": 5.0, "sliding_window": 7,
     },
     "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-        "attention_bias": True,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "attention_bias": True,
         "use_qk_norm": True,
     },
     # Values are narrower than queries. Each token uses two of four groups of experts. YaRN changes the attention.
@@ -77,12 +63,8 @@ OWN: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 1,
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "mscale": 1.0, "mscale_all_dim": 0.7,
         },
     },
     "qwen3_next": {**DELTA, **SHARED},
@@ -96,17 +78,12 @@ OWN: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.6,
         "sliding_window": 7,
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 32,
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 32,
         },
     },
     "mixtral": {"num_local_experts": EXPERTS["num_experts"], "num_experts_per_tok": EXPERTS["num_experts_per_tok"]},
-}
+}  # fmt: skip
 """Settings of a tiny model of a family, in addition to the common sizes."""
 VOCAB = 131  # a prime, so every tensor parallel size pads the vocabulary
 
@@ -117,19 +94,10 @@ def write_model(folder: Path, family: str, seed: int, noise: float = 0.0, **chan
     `noise` adds random numbers to the weights of the model with the same seed.
     """
     settings: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.15,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    }
+        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 128, "initializer_range": 0.15,
+        "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+    }  # fmt: skip
     settings |= OWN.get(family, {})
     config = AutoConfig.for_model(family, **(settings | changes))
     torch.manual_seed(seed)
@@ -153,11 +121,8 @@ def add_mtp_layers(folder: Path) -> dict[str, Tensor]:
     if content["model_type"] in ("glm4_moe", "deepseek_v3"):
         stem = begin = f"model.layers.{content['num_hidden_layers']}."
         extra_shapes = {
-            "enorm": (hidden,),
-            "hnorm": (hidden,),
-            "eh_proj": (hidden, 2 * hidden),
-            "shared_head.norm": (hidden,),
-        }
+            "enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,),
+        }  # fmt: skip
         extra_shapes |= dict.fromkeys(("embed_tokens", "shared_head.head"), (content["vocab_size"], hidden))
     else:
         stem, begin = "mtp.", "mtp.layers.0."
@@ -221,11 +186,8 @@ def quantise(folder: Path, out: Path, blocks: tuple[int, int], **config: Any) ->
     out.mkdir()
     content = json.loads((folder / "config.json").read_text())
     quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(blocks),
-    }
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(blocks),
+    }  # fmt: skip
     content["quantization_config"] = quantization | config
     (out / "config.json").write_text(json.dumps(content))
     files: dict[str, dict[str, Tensor]] = {

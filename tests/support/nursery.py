@@ -27,8 +27,8 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
 import megappo.ppo.run  # noqa: F401
-from megappo.runtime.allocator import with_room_for_frames
-from megappo.runtime.store import free_port
+from megappo.network.store import free_port
+from megappo.runtime.memory.allocator import with_room_for_frames
 
 with suppress(ImportError):  # Megatron-Core 0.19 imports this module for every optimizer; 0.16 does not have it
     importlib.import_module("megatron.core.models.mimo")

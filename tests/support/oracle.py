@@ -277,14 +277,9 @@ def advantages_without_critic(rewards: list[Tensor], groups: list[int], settings
 
 
 def ppo_step(
-    actor: Any,
-    reference: Any,
-    critic: ValueModel | None,
-    samples: list[Sample],
-    settings: Settings,
-    actor_minibatches: list[list[int]],
-    critic_minibatches: list[list[int]],
-) -> dict[str, Any]:
+    actor: Any, reference: Any, critic: ValueModel | None, samples: list[Sample], settings: Settings,
+    actor_minibatches: list[list[int]], critic_minibatches: list[list[int]],
+) -> dict[str, Any]:  # fmt: skip
     """Run the step in place and return the measured numbers of each update. `critic` is None if the estimator has no
     critic."""
     with torch.no_grad():
@@ -364,12 +359,9 @@ def _critic_update(critic, optimizer, samples, minibatch, values, returns, setti
     norm = nn.utils.clip_grad_norm_(critic.parameters(), settings.clip_grad_norm)
     optimizer.step()
     return {
-        "loss": loss.item(),
-        "grad_norm": norm.item(),
-        "clipfrac": clipped / count,
-        "count": count,
+        "loss": loss.item(), "grad_norm": norm.item(), "clipfrac": clipped / count, "count": count,
         **_shown(uneven, settings.critic_balance),
-    }
+    }  # fmt: skip
 
 
 def _log_ratio(logp: Tensor, old: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ test_outside.py trains with a copy of this file outside the repository."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +13,37 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config import Config
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.base import BatchEngine
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, SyncReport
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.interrupts import Stop
 from megappo.runtime.process import Runtime
+from megappo.runtime.watch.interrupts import Stop
 
 
-class PlainEngine:
+class PlainEngine(BatchEngine):
     """A minimal engine: transformers on every rank, one sample at a time, without a cache."""
 
     def __init__(
         self, *, config: Config, folder: Path, stop_token_ids: tuple[int, ...], runtime: Runtime, stop: Stop, log: str
     ) -> None:
-        self.version = 0
-        self.on_tokens: Callable[[], None] = lambda: None
-        self._stop, self._log = stop, Path(f"{log}-{runtime.rank}")
+        super().__init__(stop)
+        self._log = Path(f"{log}-{runtime.rank}")
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         self._model: Any = made.to(runtime.device).eval().requires_grad_(False)
 
-    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
+    def update_weights(self, named_tensors: WeightStream, version: int) -> SyncReport:
         parameters = dict(self._model.named_parameters())
         for name, tensor in named_tensors:
             parameters.pop(name).copy_(tensor)
         assert not parameters
         self.version = version
+        return SyncReport(())
 
-    def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        params: SamplingParams,
-        done: MutableMapping[int, Completion] | None = None,
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
         answers = [self._complete(request, params) for request in requests]
-        self._stop.check()
         with self._log.open("a") as log:
             print(len(answers), file=log)
-        return answers
+        return enumerate(answers)
 
     def _complete(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         generator = torch.Generator().manual_seed(request.seed)

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import Attention, mlp_norm
-from megappo.families.declaration import Block, Family, PerToken, Weight
+from megappo.families.declaration import ArchitectureConfig, Block, Family, PerToken, Weight
 from megappo.families.reading import decoder, no_attention_bias, no_window
 
 
@@ -40,7 +39,5 @@ class SquaredReluMlp(Block):
 
 
 FAMILY = Family(
-    "arcee",
-    reads=(decoder, squared_relu_mlp, no_attention_bias, no_window),
-    blocks=(Attention(), SquaredReluMlp()),
+    "arcee", reads=(decoder, squared_relu_mlp, no_attention_bias, no_window), blocks=(Attention(), SquaredReluMlp())
 )

@@ -9,12 +9,12 @@ from typing import Any
 from megappo.config import load_config
 from megappo.config.grid import Grid
 from megappo.families import qwen3, qwen3_moe
-from megappo.families.architecture import ArchitectureConfig
 from megappo.families.blocks import QueryKeyNorms
+from megappo.families.declaration import ArchitectureConfig
+from megappo.plan.bytes.servers import Servers
+from megappo.plan.hardware.machines import Machine
 from megappo.plan.inputs import RoleSetup, Workload
-from megappo.plan.machines import Machine
 from megappo.plan.planner import read_models
-from megappo.plan.servers import Servers
 from tests.support.places import ROOT
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS = 37, 9, 3, 5, 51, 101, 6
@@ -48,16 +48,9 @@ def with_experts(**changes: Any) -> ArchitectureConfig:
 
 
 def role(
-    model: ArchitectureConfig | None = None,
-    *,
-    tp: int = 3,
-    pp: int = 2,
-    dp: int = 4,
-    ep: int = 1,
-    cp: int = 1,
-    first_rank: int = 5,
-    **changes: Any,
-) -> RoleSetup:
+    model: ArchitectureConfig | None = None, *, tp: int = 3, pp: int = 2, dp: int = 4, ep: int = 1, cp: int = 1,
+    first_rank: int = 5, **changes: Any,
+) -> RoleSetup:  # fmt: skip
     """Return an actor on ranks 5 to 28: TP 3, PP 2 with one chunk, and four replicas with up to seven of 26
     sequences."""
     base = RoleSetup(

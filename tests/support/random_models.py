@@ -9,16 +9,12 @@ from typing import Any
 from megappo.families import FAMILIES
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "tp2": {"tensor_parallel": 2, "sequence_parallel": False},
-    "sp2": {"tensor_parallel": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_parallel": 2},
-    "vpp2": {"pipeline_parallel": 2, "virtual_pipeline_chunks": 2},
-    "cp2": {"context_parallel": 2},
-    "ep2": {"expert_parallel": 2},
-    "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2},
+    "dp2": {}, "tp2": {"tensor_parallel": 2, "sequence_parallel": False},
+    "sp2": {"tensor_parallel": 2, "sequence_parallel": True}, "pp2": {"pipeline_parallel": 2},
+    "vpp2": {"pipeline_parallel": 2, "virtual_pipeline_chunks": 2}, "cp2": {"context_parallel": 2},
+    "ep2": {"expert_parallel": 2}, "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2},
     "cp2-ep2": {"context_parallel": 2, "expert_parallel": 2},
-}
+}  # fmt: skip
 """Layouts of two ranks."""
 PARTLY_ROTATED = ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -69,15 +65,12 @@ def random_model(seed: int) -> RandomModel:
 def _sizes(draw: random.Random, family: str) -> dict[str, Any]:
     heads = draw.choice((2, 4, 4))
     sizes: dict[str, Any] = {
-        "num_hidden_layers": draw.choice((2, 3, 4, 4, 4)),
-        "num_attention_heads": heads,
+        "num_hidden_layers": draw.choice((2, 3, 4, 4, 4)), "num_attention_heads": heads,
         "num_key_value_heads": draw.choice([n for n in (1, 2, 2, 2, 4, 4) if n <= heads]),
-        "head_dim": draw.choice((8, 8, 16, 16, 12)),
-        "vocab_size": draw.choice((97, 131, 160)),
-        "tie_word_embeddings": draw.choice((False, True)),
-        "rms_norm_eps": draw.choice((1e-6, 1e-5, 1e-3)),
+        "head_dim": draw.choice((8, 8, 16, 16, 12)), "vocab_size": draw.choice((97, 131, 160)),
+        "tie_word_embeddings": draw.choice((False, True)), "rms_norm_eps": draw.choice((1e-6, 1e-5, 1e-3)),
         "max_position_embeddings": draw.choice((64, 128)),
-    }
+    }  # fmt: skip
     if family in DELTA:
         sizes["rms_norm_eps"] = 1e-3  # norms of small numbers enlarge rounding errors of float32
     if family == "deepseek_v3":
@@ -98,13 +91,9 @@ def _rope(draw: random.Random, *, partly: bool, kinds: tuple[str, ...] = ()) -> 
         rope["original_max_position_embeddings"] = draw.choice((8, 16, 32))
     if kind == "yarn":
         optional: dict[str, tuple[Any, ...]] = {
-            "attention_factor": (1.0, 1.3),
-            "mscale": (1.0, 0.7),
-            "mscale_all_dim": (1.0, 0.4),
-            "beta_fast": (32, 8),
-            "beta_slow": (1, 2),
-            "truncate": (True, False),
-        }
+            "attention_factor": (1.0, 1.3), "mscale": (1.0, 0.7), "mscale_all_dim": (1.0, 0.4), "beta_fast": (32, 8),
+            "beta_slow": (1, 2), "truncate": (True, False),
+        }  # fmt: skip
         rope |= {name: draw.choice(values) for name, values in optional.items() if draw.random() < 0.3}
     if partly or draw.random() < 0.02:
         rope["partial_rotary_factor"] = draw.choice((0.25, 0.5, 0.5, 0.75, 1.0))
@@ -141,13 +130,10 @@ def _of_family(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
     if family in ("glm4_moe", "deepseek_v3"):
         groups = draw.choice((1, 2))
         fields |= {
-            "n_group": groups,
-            "topk_group": draw.choice((1, groups)),
-            "n_shared_experts": draw.choice((1, 2)),
-            "first_k_dense_replace": draw.choice((0, 1)),
-            "routed_scaling_factor": draw.choice((1.0, 2.5)),
+            "n_group": groups, "topk_group": draw.choice((1, groups)), "n_shared_experts": draw.choice((1, 2)),
+            "first_k_dense_replace": draw.choice((0, 1)), "routed_scaling_factor": draw.choice((1.0, 2.5)),
             "num_nextn_predict_layers": 0,
-        }
+        }  # fmt: skip
     if family == "glm4_moe":
         fields["use_qk_norm"] = draw.choice((True, False))
     if family == "deepseek_v3":

@@ -19,13 +19,9 @@ from megappo.types import CHAT_MESSAGES, Prompt, Rollouts
 from tests.support.data import ALPHABET, character_tokenizer
 
 SIZES: dict[str, Any] = {
-    "vocab_size": len(ALPHABET),
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": len(ALPHABET), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.5}
 
 
@@ -44,19 +40,14 @@ def rollouts(*responses: str) -> Rollouts:
     metadata = {CHAT_MESSAGES: [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1="}]}
     lengths = torch.arange(1, B + 1)
     return Rollouts(
-        prompts=tuple(Prompt(i, (0, 0), "1+1=", "2", metadata) for i in range(B)),
-        sample_ids_B=torch.arange(B),
-        group_ids_B=torch.arange(B),
-        sequences=tuple(torch.tensor([0, 0] + [1] * (i + 1)) for i in range(B)),
-        response_lengths_B=lengths,
-        engine_logprob_BR=torch.zeros(B, B),
+        prompts=tuple(Prompt(i, (0, 0), "1+1=", "2", metadata) for i in range(B)), sample_ids_B=torch.arange(B),
+        group_ids_B=torch.arange(B), sequences=tuple(torch.tensor([0, 0] + [1] * (i + 1)) for i in range(B)),
+        response_lengths_B=lengths, engine_logprob_BR=torch.zeros(B, B),
         response_mask_BR=torch.arange(B) < lengths[:, None],
         ends=tuple(End.RESPONSE_LIMIT if b == B - 1 else End.COMPLETE for b in range(B)),
-        weight_versions_B=torch.zeros(B, dtype=torch.int64),
-        responses=responses,
-        raw_responses=responses,
+        weight_versions_B=torch.zeros(B, dtype=torch.int64), responses=responses, raw_responses=responses,
         special_tokens_B=torch.zeros(B, dtype=torch.int64),
-    )
+    )  # fmt: skip
 
 
 class _Server(ThreadingHTTPServer):

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megappo.config.rules.experience import MARKER
 from megappo.observe.ends import End
-from megappo.ppo.experience_files import SavedSamples, write_samples
+from megappo.observe.saved_samples import MARKER
+from megappo.ppo.records.experience_files import SavedSamples, write_samples
 from megappo.types import Episode, Episodes, Experience, Prompt, Rollouts, Scored, ToolUse, Turn
 
 EPISODES = (
@@ -61,12 +61,9 @@ def samples(lengths: Sequence[int], first: int = 0, *, whole: bool = True) -> Sa
         routing=routing if whole else None,
     )
     scored = Scored(
-        rollouts,
-        torch.randn(B, generator=generator),
-        numbers("old"),
-        numbers("ref") if whole else None,
+        rollouts, torch.randn(B, generator=generator), numbers("old"), numbers("ref") if whole else None,
         numbers("values") if whole else None,
-    )
+    )  # fmt: skip
     weights = numbers("weights") if whole else None
     kl = numbers("kl") if whole else None
     experience = Experience(scored, numbers("a"), numbers("r"), weights, mask_BR, numbers("rewards"), kl)
@@ -89,19 +86,13 @@ def two_samples(first: int) -> SavedSamples:
     texts = (f"4{SPOKEN}!", "9")
     rollouts = Rollouts(
         prompts=tuple(Prompt(b, (1, 2), f"{b}+4=", "4" if b == 0 else None, {}, "") for b in range(2)),
-        sample_ids_B=torch.tensor([first, first + 1]),
-        group_ids_B=torch.tensor([0, -1]),
-        sequences=(torch.tensor([1, 2, 4, 5, 6]), torch.tensor([1, 2, 9])),
-        response_lengths_B=torch.tensor([3, 1]),
-        engine_logprob_BR=rows([-1.0, 0.0, -2.0], [-1.0]),
-        response_mask_BR=mask_BR,
-        ends=(End.COMPLETE, End.RESPONSE_LIMIT),
-        weight_versions_B=torch.tensor([7, 8]),
-        responses=texts,
-        raw_responses=tuple(f"{text}<eos>" for text in texts),
-        special_tokens_B=torch.zeros(2, dtype=torch.int64),
+        sample_ids_B=torch.tensor([first, first + 1]), group_ids_B=torch.tensor([0, -1]),
+        sequences=(torch.tensor([1, 2, 4, 5, 6]), torch.tensor([1, 2, 9])), response_lengths_B=torch.tensor([3, 1]),
+        engine_logprob_BR=rows([-1.0, 0.0, -2.0], [-1.0]), response_mask_BR=mask_BR,
+        ends=(End.COMPLETE, End.RESPONSE_LIMIT), weight_versions_B=torch.tensor([7, 8]), responses=texts,
+        raw_responses=tuple(f"{text}<eos>" for text in texts), special_tokens_B=torch.zeros(2, dtype=torch.int64),
         reward_failures=("", ""),
-    )
+    )  # fmt: skip
     old_BR = rows([-0.5, 0.0, -2.0], [-1.0])
     scored = Scored(rollouts, torch.tensor([1.0, -0.5]), old_BR, None, rows([0.5, 9.0, 0.5], [0.5]))
     rewards_BR = rows([0.0, 0.0, 1.0], [-0.5])

@@ -85,8 +85,8 @@ def draw_case(seed: int, family: str, ahead: int) -> ServedCase:
 
 
 def _arguments(case: ServedCase, folder: Path) -> list[str]:
-    sglang = {
-        "max_total_tokens": case.pool_tokens, "threads": 1, "engines": 1, "pause": case.pause,
+    servers = {
+        "max_total_tokens": case.pool_tokens, "threads": 1, "count": 1, "pause": case.pause,
         "deterministic": not case.caches, "probe": case.pause == "abort", "verify": True, "max_restarts": 6,
         "stall_timeout_seconds": 5, "health_timeout_seconds": 10, "sync_timeout_seconds": 60,
         "environment": {"SGLANG_TEST_RETRACT": 1, "SGLANG_TEST_RETRACT_INTERVAL": 3} if case.retracts else {},
@@ -103,7 +103,7 @@ def _arguments(case: ServedCase, folder: Path) -> list[str]:
         *(["rollout.max_lag=2"] if case.ahead == 2 else []),
         f"rollout.max_response_tokens={case.response_tokens}", f"rollout.min_response_tokens={case.least_tokens}",
         f"rollout.temperature={case.temperature}", f"rollout.stop_token_ids={list(case.stop_token_ids)}",
-        "rollout.sglang=" + json.dumps(sglang), "rollout.sync_bucket_bytes=16000", "algorithm.old_logprob=corrected",
+        "rollout.servers=" + json.dumps(servers), "rollout.sync_bucket_bytes=16000", "algorithm.old_logprob=corrected",
         *(["algorithm.router_replay=false"] if case.ahead == 2 else []),
         "algorithm.mismatch_stop_nats=100", "algorithm.mismatch_warn_nats=100", "algorithm.entropy_coef=0.0",
         "logging={console: quiet, tensorboard: false, save_experience: {}}",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megappo.checkpoint.files import finished
-from megappo.observe.appending import AppendedFile
+from megappo.files.appending import AppendedFile
 from tests.support.places import ROOT
 
 FAULTS = ("raise", "full", "full once", "kill", "stop", "nap", "hang")
@@ -38,7 +38,7 @@ _COLLECTIVES = (
     "send_object_list",
 )  # fmt: skip
 _FIRST, _LAST = "init_process_group", "destroy_process_group"
-_PASSED_ON = {"megappo/runtime/objects.py", "megappo/runtime/exchange.py", "megappo/runtime/tally.py"}
+_PASSED_ON = {"megappo/runtime/ranks/objects.py", "megappo/runtime/ranks/exchange.py", "megappo/runtime/ranks/tally.py"}
 """Files between a collective and its caller."""
 _MONITORING: Any = getattr(sys, "monitoring", None)
 """Available since Python 3.12."""

@@ -2,132 +2,104 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megappo.engines.protocol import Completion, GenerateRequest, RequestStream, SamplingParams, TurnDriver
-from megappo.environments.table import Table
+from megappo.engines.protocol import Completion, GenerateRequest, PauseMode, SamplingParams, SyncReport
 from megappo.reshard.stream import WeightStream
 from megappo.runtime.process import Runtime
 from tests.support.embedded import AroundEmbedded
 
 
-@dataclass
-class _UnderWay:
+@dataclass(eq=False)
+class _Running:
     request: GenerateRequest
-    began: int
-    answer: Completion | None = None
-
-
-@dataclass
-class _Submitted:
-    requests: Sequence[GenerateRequest]
     params: SamplingParams
-    completions: dict[int, Completion] = field(default_factory=dict)
-
-
-class _NoStream(RequestStream):
-    """A stream without answers. The turns wait for a round."""
-
-    is_over = False
-
-    def send(self, number: int, request: GenerateRequest) -> None:
-        pass
+    began: int
+    future: Future[Completion] = field(default_factory=Future)
+    answer: Completion | None = None
 
 
 class TickingEngine(AroundEmbedded):
     """The embedded engine computes an answer at once, and delivers one token per tick, or one token per five ticks
-    for one in `slow_every` requests. The clock ticks at each wait, and `ticks_in_step` times before an abort."""
+    for one in `slow_every` prompts. The clock ticks at each poll with unanswered requests, and `ticks_in_step` times
+    before an abort. Greedy requests, which are those of evaluations, take no time.
+
+    `log`: prefix of a file per rank with the seed of each sampled request that is answered completely.
+    """
 
     def __init__(
-        self, *, runtime: Runtime, ticks_in_step: int = 6, slow_every: int = 24, log: str = "", **options: Any
+        self, *, runtime: Runtime, ticks_in_step: int = 6, slow_every: int = 3, log: str = "", **options: Any
     ) -> None:
         super().__init__(runtime=runtime, **options)
         self._ticks_in_step, self._slow_every = ticks_in_step, slow_every
         self._log = Path(f"{log}-{runtime.rank}") if log else None
         self._now = 0
-        self._under_way: dict[int, _UnderWay] = {}
-        self._params: SamplingParams | None = None
+        self._running: list[_Running] = []
+        self._lock = threading.Lock()
 
-    def update_weights(self, named_tensors: WeightStream, version: int) -> None:
-        assert not self._under_way, "requests are under way while weights change"
-        super().update_weights(named_tensors, version)
+    def update_weights(self, named_tensors: WeightStream, version: int) -> SyncReport:
+        assert not self._running, "requests are under way while weights change"
+        return super().update_weights(named_tensors, version)
 
-    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> _Submitted:
-        return _Submitted(requests, params)
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Future[Completion]]:
+        with self._lock:
+            new = [_Running(request, params, self._now) for request in requests]
+            self._running += new
+        return [each.future for each in new]
 
-    def collect(self, pending: _Submitted, *, weights_changed: bool = False) -> list[Completion]:
-        answers = self.inner.generate(pending.requests, pending.params)
-        pending.completions = dict(enumerate(answers))
-        return answers
-
-    def converse(self, talk: TurnDriver, params: SamplingParams) -> None:
-        self.finish_stream(talk, self.open_stream(talk, params), params)
-
-    def open_stream(self, talk: TurnDriver, params: SamplingParams) -> RequestStream:
-        return _NoStream()
-
-    def finish_stream(
-        self, talk: TurnDriver, line: RequestStream, params: SamplingParams, *, weights_changed: bool = False
-    ) -> None:
-        assert isinstance(talk, Table)
-        while requests := talk.round():
-            talk.answer(dict(zip(requests, self.inner.generate(list(requests.values()), params), strict=True)))
+    def poll(self, wait_seconds: float, *, weights_changed: bool = False) -> None:
         self.stop.check()
+        greedy = self._take(lambda each: each.params.greedy)
+        if not greedy:
+            self._now += bool(self._running)
+        self._deliver(greedy or self._take())
 
-    def send(self, requests: Mapping[int, GenerateRequest], params: SamplingParams) -> None:
-        assert not requests.keys() & self._under_way.keys()
-        self._params = params
-        self._under_way |= {number: _UnderWay(request, self._now) for number, request in requests.items()}
-
-    def finished(self, wait_seconds: float) -> dict[int, Completion]:
-        self.stop.check()
-        self._now += wait_seconds > 0
-        return self._come_out()
-
-    def _come_out(self) -> dict[int, Completion]:
-        self._compute()
-        completions = {n: one.answer for n, one in self._under_way.items() if one.answer and self._tokens(n) is None}
-        for number in completions:
-            del self._under_way[number]
-        self._write(completions)
-        return completions
-
-    def abort(self) -> dict[int, Completion]:
+    def pause(self, mode: PauseMode) -> None:
+        assert mode == "abort"
         self._now += self._ticks_in_step
-        completions = self._come_out()
-        for number, one in self._under_way.items():
-            tokens = self._tokens(number)
-            assert one.answer is not None and tokens is not None
-            ids, logprobs = one.answer.token_ids[:tokens], one.answer.logprobs[:tokens]
-            completions[number] = replace(
-                one.answer, token_ids=ids, logprobs=logprobs, truncated=False, broken_off=True
-            )
-        self._under_way = {}
-        return completions
+        self._deliver(self._take(), aborts=True)
 
-    def _compute(self) -> None:
-        new = [one for one in self._under_way.values() if one.answer is None]
-        if not new:
-            return
-        params = self._params
-        assert params is not None
-        for one, answer in zip(new, self.inner.generate([one.request for one in new], params), strict=True):
-            one.answer = answer
+    def _take(self, is_taken: Callable[[_Running], bool] = lambda _: True) -> list[_Running]:
+        with self._lock:
+            taken = [each for each in self._running if is_taken(each)]
+            self._running = [each for each in self._running if not is_taken(each)]
+        return taken
 
-    def _tokens(self, number: int) -> int | None:
-        """Return the number of delivered tokens, or None if all tokens are delivered."""
-        one = self._under_way[number]
-        assert one.answer is not None
-        tokens = (self._now - one.began) // (5 if number % self._slow_every == 0 else 1)
-        return None if tokens >= len(one.answer.token_ids) else tokens
+    def _deliver(self, running: Sequence[_Running], *, aborts: bool = False) -> None:
+        """Answer the requests whose tokens are all delivered. With `aborts`, answer the others with their tokens so
+        far."""
+        new = [each for each in running if each.answer is None]
+        for params, of_params in groupby(new, key=lambda each: each.params):
+            batch = list(of_params)
+            for each, whole in zip(batch, self.complete([e.request for e in batch], params), strict=True):
+                each.answer = whole
+        for each in running:
+            answer = each.answer
+            assert answer is not None
+            tokens = self._delivered_tokens(each, len(answer.token_ids))
+            if tokens == len(answer.token_ids):
+                self._write(each)
+                each.future.set_result(answer)
+            elif aborts:
+                ids, logprobs = answer.token_ids[:tokens], answer.logprobs[:tokens]
+                partial = replace(answer, token_ids=ids, logprobs=logprobs, truncated=False, broken_off=True)
+                each.future.set_result(partial)
+            else:
+                with self._lock:
+                    self._running.append(each)
 
-    def _write(self, completions: Mapping[int, Completion]) -> None:
-        if self._log is not None:
+    def _delivered_tokens(self, running: _Running, length: int) -> int:
+        """Return the number of delivered tokens of an answer with `length` tokens."""
+        ticks = 1 if running.request.prompt_id % self._slow_every else 5
+        return length if running.params.greedy else min(length, (self._now - running.began) // ticks)
+
+    def _write(self, running: _Running) -> None:
+        if self._log is not None and not running.params.greedy:
             with self._log.open("a") as log:
-                for number, answer in completions.items():
-                    line: dict[str, Any] = {"number": number, "version": answer.weight_version}
-                    print(json.dumps(line), file=log)
+                print(running.request.seed, file=log)

@@ -18,11 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.runtime.store import free_port
+from megappo.network.store import free_port
 from tests.support.harness import start
 from tests.support.places import ROOT, TINY
 
 QUICKSTART = "configs/quickstart.yaml"
+DRY = ("train", QUICKSTART, "--dry-run")
+BIG = "configs/qwen3_8b_8gpu_math.yaml"
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -41,15 +43,9 @@ def megappo(
     if not prefix and before is None and "PYTHONPATH" not in changes:  # only variables differ
         return start("megappo", *arguments, environment=environment(**changes))
     return subprocess.run(
-        [*prefix, sys.executable, "-m", "megappo", *arguments],
-        cwd=ROOT,
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        preexec_fn=before,
-    )
+        [*prefix, sys.executable, "-m", "megappo", *arguments], cwd=ROOT, env=environment(**changes),
+        capture_output=True, text=True, timeout=240, check=False, preexec_fn=before,
+    )  # fmt: skip
 
 
 def fake_package(folder: Path, name: str, version: str) -> str:

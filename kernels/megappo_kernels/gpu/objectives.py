@@ -21,7 +21,7 @@ from megappo_kernels.objectives import Objective, metric_kind
 BLOCK, WARPS = 256, 4
 
 
-_IN_ANNOTATIONS = ("Numbers", "BandSettings", "PolicySettings", "ValueSettings", "Contribution")
+_IN_ANNOTATIONS = ("Numbers", "LossSettings", "PolicySettings", "ValueSettings", "Contribution")
 """Names in the annotations of formulas. Triton resolves these names."""
 _in_triton: dict[FunctionType, triton.JITFunction] = {}
 

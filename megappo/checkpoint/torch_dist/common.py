@@ -23,9 +23,9 @@ from megappo.checkpoint.safe_unpickle import (
     inert_names,
 )
 from megappo.errors import show
-from megappo.families.architecture import ArchitectureConfig
-from megappo.megatron.swiglu import is_swiglu
-from megappo.observe.json_values import JSONValue
+from megappo.families.declaration import ArchitectureConfig
+from megappo.files.json_values import JSONValue
+from megappo.megatron.layers.swiglu import is_swiglu
 
 COMMON = "common.pt"
 _COMMON_BYTES = "common_state/shard_0_1"

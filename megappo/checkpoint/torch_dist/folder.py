@@ -10,8 +10,8 @@ from pathlib import Path
 from megappo.checkpoint.files import MARKER
 from megappo.checkpoint.reader import METADATA
 from megappo.errors import either, shortened, whole_number
-from megappo.observe.json_values import JSONValue
-from megappo.observe.plain_files import check_folder, plain_text
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import check_folder, plain_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Shape
+from megappo.families.declaration import ArchitectureConfig, Shape
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, canonical_names
 
 OUTPUT_BIAS = "output_layer.bias"

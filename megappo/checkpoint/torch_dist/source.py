@@ -27,11 +27,10 @@ from megappo.checkpoint.torch_dist.places import (
     rows_of,
 )
 from megappo.errors import RunError, first_of, reason
-from megappo.families.architecture import ArchitectureConfig
-from megappo.families.declaration import Shape
+from megappo.families.declaration import ArchitectureConfig, Shape
 from megappo.families.parameters import EMBEDDING, OUTPUT_LAYER, Parameter, Piece, model_parameters
 from megappo.families.weights import ValueHeadWeights
-from megappo.reshard.files import finite
+from megappo.models.weight_files import finite
 
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OPTIMIZER = ("optimizer.", "chained_")

@@ -28,11 +28,11 @@ from megappo.checkpoint.torch_dist.common import COMMON, RENAMED, megatron_argum
 from megappo.checkpoint.torch_dist.folder import FORMAT, FORMAT_FILE, RELEASE, TRACKER
 from megappo.checkpoint.torch_dist.places import OUTPUT_BIAS, StoredPlace, written_places
 from megappo.errors import writing
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.parameters import OUTPUT_LAYER, Parameter, model_parameters, shard_shape
 from megappo.families.weights import WeightSource, read_shard
-from megappo.observe.json_values import JSONValue
-from megappo.observe.plain_files import synced
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import synced
 
 _CHECKPOINT_VERSION = 3.0  # version of Megatron-LM since 2020
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.config.foreign import common
+from megappo.config.foreign import common, server_flags
 from megappo.config.foreign.answers import (
     ALWAYS,
     BOTH,
@@ -105,7 +105,7 @@ NAMES = {
     **answer("actor.epochs critic.epochs", "train.max_epochs", note="passes over the samples of a step"),
     **answer("run.epochs", "train.num_episodes"),
     **answer("run.seed", "train.seed"),
-    **answer("rollout.sglang.placement", "train.colocate_all"),
+    **answer("rollout.servers.placement", "train.colocate_all"),
     **answer("", "train.colocate_actor_ref", "train.colocate_critic_reward", note=COLOCATED),
     **answer("rollout.ahead", "train.async_enable", "train.async_queue_size", "train.partial_rollout_enable",
              note="at least 1; if it is at least 2, a response can continue after a weight update"),
@@ -125,15 +125,15 @@ NAMES = {
     **answer("evaluation.every_steps", "eval.steps"),
     **answer("data.validation_sets.NAME.temperature", "eval.temperature"),
     **answer("data.validation_sets.NAME.samples", "eval.n_samples_per_prompt"),
-    **answer("rollout.sglang.engines", "vllm.num_engines", note="the servers are SGLang"),
-    **answer("rollout.sglang.tensor_parallel", "vllm.tensor_parallel_size"),
-    **answer("rollout.sglang.memory_fraction", "vllm.gpu_memory_utilization"),
-    **answer("rollout.sglang.sleep", "vllm.enable_sleep"),
-    **answer("rollout.sglang.arguments", "vllm.enforce_eager", note="{disable-cuda-graph: true}"),
-    **answer("rollout.sglang.arguments", "vllm.enable_prefix_caching",
+    **answer("rollout.servers.count", "vllm.num_engines", note=server_flags.PROGRAM),
+    **answer("rollout.servers.tensor_parallel", "vllm.tensor_parallel_size"),
+    **answer("rollout.servers.memory_fraction", "vllm.gpu_memory_utilization"),
+    **answer("rollout.servers.sleep", "vllm.enable_sleep"),
+    **answer("rollout.servers.arguments", "vllm.enforce_eager", note="{disable-cuda-graph: true}"),
+    **answer("rollout.servers.arguments", "vllm.enable_prefix_caching",
              note="{disable-radix-cache: true} switches it off"),
     **answer("", "vllm.sync_backend", "vllm.sync_with_ray",
-             note="it is not needed because rollout.sglang.placement decides how weights are sent"),
+             note="it is not needed because rollout.servers.placement decides how weights are sent"),
     **answer("actor.optimizer.distributed critic.optimizer.distributed", "ds.zero_stage"),
     **answer("actor.optimizer.on_host critic.optimizer.on_host", "ds.adam_offload", note="1 is the whole state"),
     **answer("actor.offload critic.offload", "ds.enable_sleep"),
@@ -160,6 +160,6 @@ NAMES = {
     **answer("logging.tensorboard", "logger.tensorboard_dir", note="true writes to DIRECTORY/tensorboard"),
     **answer("", "logger.logging_steps", note="it is not needed because metrics are logged at every step"),
     **answer("", "address", "runtime_env_json", note=NO_RAY),
-    **answer("rollout.sglang.arguments", "vllm.kwargs", note=SERVERS),
+    **answer("rollout.servers.arguments", "vllm.kwargs", note=SERVERS),
 }  # fmt: skip
 """Answers by the flag without leading dashes."""

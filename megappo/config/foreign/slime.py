@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megappo.config.foreign import common
-from megappo.config.foreign.answers import KERNELS, LAYERS, LOADS, OWN_FUNCTION, RESUMES, SERVERS, UPDATES, answer
+from megappo.config.foreign import common, server_flags
+from megappo.config.foreign.answers import KERNELS, LAYERS, LOADS, OWN_FUNCTION, RESUMES, UPDATES, answer
 
 _SHARED = (
     "hf_checkpoint prompt_data lr lr_decay_style actor_num_nodes actor_num_gpus_per_node critic_num_nodes "
@@ -12,7 +12,7 @@ _SHARED = (
     "global_batch_size ref_load use_dynamic_batch_size micro_batch_size n_samples_per_prompt num_rollout num_epoch "
     "rollout_num_gpus_per_engine rollout_num_gpus advantage_estimator rollout_max_response_len rollout_temperature "
     "rollout_max_prompt_len rollout_max_context_len rollout_stop rollout_stop_token_ids label_key "
-    "sglang_mem_fraction_static eps_clip eps_clip_high eps_clip_c kl_loss_type kl_loss_coef kl_coef use_kl_loss "
+    "eps_clip eps_clip_high eps_clip_c kl_loss_type kl_loss_coef kl_coef use_kl_loss "
     "rm_type custom_rm_path colocate n_samples_per_eval_prompt eval_prompt_data eval_interval balance_data "
     "save_interval save use_wandb use_tis num_critic_only_steps normalize_advantages lambd "
     "dynamic_sampling_filter_path over_sampling_batch_size partial_rollout recompute_granularity "
@@ -30,14 +30,9 @@ _ARCHITECTURE = (
     "moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_shared_expert_intermediate_size moe_router_score_function "
     "moe_router_pre_softmax moe_router_load_balancing_type moe_router_enable_expert_bias spec padded_vocab_size"
 )
-_SGLANG = (
-    "sglang_enable_metrics sglang_enable_dp_lm_head sglang_moe_dense_tp_size sglang_attention_backend "
-    "sglang_moe_runner_backend sglang_speculative_algorithm sglang_speculative_num_steps "
-    "sglang_speculative_eagle_topk sglang_speculative_num_draft_tokens"
-)
 
 NAMES = {
-    **{name: common.NAMES[name] for name in _SHARED.split()},
+    **{name: common.NAMES[name] for name in (*_SHARED.split(), server_flags.MEMORY)},
     **answer("", "optimizer", note="the optimizer is AdamW"),
     **answer("actor.optimizer.weight_decay critic.optimizer.weight_decay", "weight_decay"),
     **answer("actor.optimizer.beta1 critic.optimizer.beta1", "adam_beta1"),
@@ -52,7 +47,7 @@ NAMES = {
     **answer("actor.recompute critic.recompute", "recompute_method", "recompute_num_layers",
              note="full recomputes every layer"),
     **answer("actor.offload critic.offload", "offload_train", "offload"),
-    **answer("rollout.sglang.sleep", "offload_rollout"),
+    **answer("rollout.servers.sleep", "offload_rollout"),
     **answer("", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer",
              note="megappo has no such option; optimizer.on_host places optimizer state in host memory"),
     **answer("", "attention_dropout", "hidden_dropout", note=_NO_DROPOUT),
@@ -98,14 +93,8 @@ NAMES = {
     **answer("logging.save_experience", "dump_details", "save_debug_train_data"),
     **answer("", "megatron_config_path", note="set layout and optimizer of actor and critic in the YAML file"),
     **answer("rollout.sync_bucket_bytes", "update_weight_buffer_size"),
-    **answer("rollout.sglang.expert_parallel", "sglang_ep_size"),
-    **answer("rollout.sglang.data_parallel_attention", "sglang_enable_dp_attention", "sglang_dp_size"),
-    **answer("rollout.sglang.urls", "rollout_external_engine_addrs"),
-    **answer("rollout.sglang.arguments", "sglang_cuda_graph_max_bs", "sglang_cuda_graph_bs",
-             note="{cuda-graph-max-bs: 256}"),
-    **answer("rollout.sglang.arguments", "sglang_max_running_requests", note="{max-running-requests: 256}"),
-    **answer("rollout.sglang.arguments", "sglang_chunked_prefill_size", note="{chunked-prefill-size: 4096}"),
-    **answer("rollout.sglang.arguments", *_SGLANG.split(), note=SERVERS),
+    **server_flags.SLIME,
+    **answer("rollout.servers.urls", "rollout_external_engine_addrs"),
     **answer("rollout.generation", "custom_generate_function_path", "rollout_function_path",
              note="FILE.py:NAME of your own function"),
     **answer("reward.model_remote reward.judge", "rm_url", note="a reward model or a language model on a server"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.config.foreign import common
+from megappo.config.foreign import common, server_flags
 from megappo.config.foreign.answers import LAUNCHER, MEGATRON, TOKENS, answer
 
 _SHARED = (
@@ -59,9 +59,9 @@ NAMES = {
     **answer("actor.lora", "use_peft", note="{rank: 16, alpha: 32}"),
     **answer("reference.share_actor_base", "model_adapter_name", "ref_adapter_name",
              note="the reference is the actor without adapters"),
-    **answer("rollout.engine", "use_vllm", note="`sglang` starts servers"),
-    **answer("rollout.sglang.placement", "vllm_mode", note="colocated or disaggregated"),
-    **answer("rollout.sglang.urls", "vllm_server_host", "vllm_server_base_url"),
+    **answer("rollout.servers", "use_vllm", note=f"{{}} starts servers; {server_flags.PROGRAM}"),
+    **answer("rollout.servers.placement", "vllm_mode", note="colocated or disaggregated"),
+    **answer("rollout.servers.urls", "vllm_server_host", "vllm_server_base_url"),
     **answer("model.dtype", "dtype"),
     **answer("actor.minibatch_sequences", "generation_batch_size", "steps_per_generation",
              note="TRL sets the samples of a generation; megappo uses rollout.prompts_per_step"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megappo.config.foreign import server_flags
 from megappo.config.foreign.answers import (
     ALWAYS,
     BOTH,
@@ -148,7 +149,7 @@ _MODEL = {
 }
 _GREEDY = "the set data.validation uses one greedy response per prompt"
 _ROLLOUT = {
-    **answer("rollout.engine", "name"),
+    **answer("rollout.servers.kind", "name"),
     **answer("rollout.samples_per_prompt", "n"),
     **answer("rollout.temperature", "temperature"),
     **answer("rollout.top_p", "top_p"),
@@ -160,18 +161,18 @@ _ROLLOUT = {
     **answer("rollout.dtype", "dtype"),
     **answer("run.seed", "seed"),
     **answer("", "ignore_eos", note="a response always ends at an end-of-sequence token"),
-    **answer("rollout.sglang.tensor_parallel", "tensor_model_parallel_size"),
-    **answer("rollout.sglang.expert_parallel", "expert_parallel_size"),
-    **answer("rollout.sglang.data_parallel_attention", "data_parallel_size"),
-    **answer("rollout.sglang.memory_fraction", "gpu_memory_utilization"),
-    **answer("rollout.sglang.sleep", "free_cache_engine"),
-    **answer("rollout.sglang.arguments", "enforce_eager", note="{disable-cuda-graph: true}"),
-    **answer("rollout.sglang.arguments", "enable_chunked_prefill", "max_num_batched_tokens",
+    **answer("rollout.servers.tensor_parallel", "tensor_model_parallel_size"),
+    **answer("rollout.servers.expert_parallel", "expert_parallel_size"),
+    **answer("rollout.servers.data_parallel_attention", "data_parallel_size"),
+    **answer("rollout.servers.memory_fraction", "gpu_memory_utilization"),
+    **answer("rollout.servers.sleep", "free_cache_engine"),
+    **answer("rollout.servers.arguments", "enforce_eager", note="{disable-cuda-graph: true}"),
+    **answer("rollout.servers.arguments", "enable_chunked_prefill", "max_num_batched_tokens",
              note="{chunked-prefill-size: 4096}; -1 switches it off"),
-    **answer("rollout.sglang.arguments", "max_num_seqs", note="{max-running-requests: 256}"),
-    **answer("rollout.sglang.arguments", "enable_prefix_caching", note="{disable-radix-cache: true} switches it off"),
-    **answer("rollout.sglang.arguments", "engine_kwargs", "engine_kwargs.vllm", "engine_kwargs.sglang",
-             "engine_kwargs.sglang.attention_backend", "engine_kwargs.vllm.compilation_config.cudagraph_mode",
+    **answer("rollout.servers.arguments", "max_num_seqs", note="{max-running-requests: 256}"),
+    **answer("rollout.servers.arguments", "enable_prefix_caching", note="{disable-radix-cache: true} switches it off"),
+    **answer("rollout.servers.arguments", "engine_kwargs", "engine_kwargs.vllm", *server_flags.VERL,
+             "engine_kwargs.vllm.compilation_config.cudagraph_mode",
              "engine_kwargs.vllm.compilation_config.cudagraph_capture_sizes",
              "engine_kwargs.vllm.mm_processor_cache_gb", note=SERVERS),
     **answer("", "load_format", "layered_summon", "skip_tokenizer_init",
@@ -326,7 +327,7 @@ NAMES = {
     **answer("model.path", "actor_rollout_ref.model", note="model.path sets the path of the model"),
     **under("actor_rollout_ref.rollout", _ROLLOUT),
     **under("actor_rollout_ref.ref", _REFERENCE),
-    **answer("rollout.sglang.placement", "actor_rollout_ref.hybrid_engine"),
+    **answer("rollout.servers.placement", "actor_rollout_ref.hybrid_engine"),
     **answer("runtime.collective_timeout_seconds", "actor_rollout_ref.nccl_timeout"),
     **answer("reference.share_actor_base", "ref_in_actor",
              note="verl derives it from LoRA: the reference is the actor without adapters"),

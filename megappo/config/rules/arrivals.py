@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from megappo.config.rules.experience import folder_of_step
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.observe.saved_samples import folder_of_step
 
 if TYPE_CHECKING:
     from megappo.config.schema import Config

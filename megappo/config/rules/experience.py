@@ -1,74 +1,21 @@
-"""Rules for saved and loaded experience, and the metadata of an experience folder."""
+"""Rules for saved and loaded experience."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
-
-from megappo.config.base import LARGEST_WORLD
-from megappo.errors import first_of, reason
-from megappo.observe.plain_files import plain_text
+from megappo.errors import ConfigError, first_of
+from megappo.models.vocabulary import vocabulary_digest
+from megappo.observe.saved_samples import SavedStep, saved_steps
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megappo.config.schema import Config
 
-MARKER = "step.json"
-"""Name of the file that is written last in the folder of a step. The folder is complete if the file exists."""
 _MOST = 5
-
-
-@dataclass(frozen=True, config=ConfigDict(strict=True))
-class SavedStep:
-    """A step with saved experience, as described by its marker file."""
-
-    folder: Path
-    step: int
-    run: str
-    """Directory of the run that saved the step."""
-    ranks: Annotated[int, Field(ge=1, le=LARGEST_WORLD)]
-    """Number of ranks of that run. Each rank wrote one file."""
-    saved: Annotated[int, Field(ge=1)]
-    """Number of samples in the folder."""
-    prompts_per_step: Annotated[int, Field(ge=1)]
-    samples_per_prompt: Annotated[int, Field(ge=1)]
-    temperature: float
-    vocabulary: str | None = None
-    """`vocabulary_digest` of that run's tokenizer. The value is None in folders of earlier versions."""
-    min_response_tokens: int | None = None
-    """`rollout.min_response_tokens` of that run. The value is None in folders of earlier versions."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all samples of the step were saved."""
-        return self.saved == self.prompts_per_step * self.samples_per_prompt
-
-    def file(self, rank: int) -> Path:
-        """Return the path of a rank's samples."""
-        return self.folder / f"rank-{rank:05d}.parquet"
-
-
-def folder_of_step(folder: Path, step: int) -> Path:
-    """Return the folder of a step, in saved experience or in a record of arrivals."""
-    return folder / f"step-{step:06d}"
-
-
-def saved_steps(folder: Path) -> dict[int, SavedStep]:
-    """Return the steps in a folder of experience in ascending order. Raises ValueError if a marker cannot be read."""
-    saved_by_step = {}
-    for marker in sorted(folder.glob(f"step-*/{MARKER}")):
-        try:
-            step = SavedStep(folder=marker.parent, **json.loads(plain_text(marker)))
-        except (OSError, ValueError, TypeError) as error:
-            why = ", ".join(map(_problem, error.errors())) if isinstance(error, ValidationError) else reason(error)
-            raise ValueError(f"{marker} cannot be read ({why}); restore the folder as it was saved") from error
-        saved_by_step[step.step] = step
-    return saved_by_step
 
 
 def folder_of_run(directory: Path, config: Config | None) -> Path:
@@ -79,11 +26,6 @@ def folder_of_run(directory: Path, config: Config | None) -> Path:
     """
     elsewhere = None if config is None else config.rollout.save_to
     return directory / "experience" if elsewhere is None else Path(elsewhere)
-
-
-def _problem(detail: ErrorDetails) -> str:
-    """Format a pydantic error as its location and its message."""
-    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
 
 
 def experience_rules(config: Config, steps: int | None) -> Iterator[str]:
@@ -187,4 +129,15 @@ def _pool_rules(config: Config, by_step: Mapping[int, SavedStep]) -> Iterator[st
             f"rollout.load_from '{config.rollout.load_from}' has {saved} samples, of which {reserved} are held out; "
             f"fewer than the {required} samples of a step remain; lower rollout.prompts_per_step or "
             "critic.pretraining.held_out_samples, or save more samples"
+        )
+
+
+def check_saved_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Check that the samples in `folder` (`rollout.load_from`) were saved with the run's vocabulary. Raises ConfigError
+    otherwise."""
+    digests = {step.vocabulary for step in saved_steps(folder).values()} - {None}
+    if digests and digests != {vocabulary_digest(tokenizer)}:
+        raise ConfigError(
+            f"rollout.load_from '{folder}' has samples of a run with another tokenizer, in which ids stand for other "
+            "tokens; set model.tokenizer to the tokenizer of that run"
         )

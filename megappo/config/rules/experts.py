@@ -34,6 +34,12 @@ def layout_rules(role: RoleSpec, model_name: str) -> Iterator[str]:
 
 
 def replay_rules(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Check that the actor has experts if routing is replayed."""
+    """Check that the actor has experts and that the engine reports them if routing is replayed."""
+    rollout = config.rollout
     if config.algorithm.router_replay and not shape.experts:
         yield "algorithm.router_replay is true, but the actor model has no experts; remove it"
+    elif config.algorithm.router_replay and rollout.is_custom and not rollout.capabilities.routing:
+        yield (
+            f"algorithm.router_replay is true, but the engine '{rollout.engine_name}' does not report which experts "
+            "computed a token; remove the setting, or set `routing` in its capabilities"
+        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megappo.config.rollout import RolloutSettings
 from megappo.config.rules.arrivals import arrivals_rules
-from megappo.config.schema import Config, RolloutSettings
+from megappo.config.schema import Config
 from megappo.families.architecture import ModelShape
 
 
@@ -25,7 +26,7 @@ def in_flight_rules(config: Config, shape: ModelShape) -> Iterator[str]:
     """Check the settings that exclude prompts in flight. `shape` describes the actor's model."""
     rollout = config.rollout
     yield from arrivals_rules(config)
-    if rollout.has_servers:
+    if rollout.capabilities.separate_processes:
         yield from _pause_rules(rollout)
     if not rollout.in_flight:
         if rollout.max_lag is not None:
@@ -51,28 +52,33 @@ def in_flight_rules(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _pause_rules(rollout: RolloutSettings) -> Iterator[str]:
-    """Check `rollout.sglang.pause`. Servers that retain requests during a sync answer no other requests until
+    """Check `rollout.servers.pause`. Servers that retain requests during a sync answer no other requests until
     generation continues."""
-    servers, pause = rollout.servers, rollout.servers.pause
+    servers, pause = rollout.server_settings, rollout.server_settings.pause
     if not servers.keeps_requests:
         return
+    if not rollout.capabilities.keeps_requests:
+        yield (
+            f"rollout.servers.pause is {pause}, but the engine '{rollout.engine_name}' does not keep requests during "
+            "a weight sync; set pause to abort, or set `keeps_requests` in its capabilities"
+        )
     if not rollout.in_flight:
         yield (
-            f"rollout.sglang.pause is {pause}, but with rollout.ahead {rollout.ahead} no request is running when "
+            f"rollout.servers.pause is {pause}, but with rollout.ahead {rollout.ahead} no request is running when "
             "weights change; set pause to abort, or ahead to 2 or more"
         )
     if not servers.verify or servers.probe:
         yield (
-            f"rollout.sglang.pause is {pause}, so servers continue to generate before they can answer a probe; set "
+            f"rollout.servers.pause is {pause}, so servers continue to generate before they can answer a probe; set "
             "probe to false and verify to true to check a sync by checksums alone, or set pause to abort"
         )
     if rollout.episodes is not None:
         yield (
-            f"rollout.sglang.pause is {pause}, but turns of episodes are aborted when weights change; set pause to "
+            f"rollout.servers.pause is {pause}, but turns of episodes are aborted when weights change; set pause to "
             "abort"
         )
     if servers.urls:
         yield (
-            f"rollout.sglang.pause is {pause}, but servers of rollout.sglang.urls would stay paused if the run ended "
+            f"rollout.servers.pause is {pause}, but servers of rollout.servers.urls would stay paused if the run ended "
             "during a sync; set pause to abort"
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 from megappo.algo.estimators import NAMES, builtin
 from megappo.config.schema import Config
+from megappo.config.sections.engine import EngineCapabilities
 from megappo.errors import nearest_choices
 from megappo.observe.metric_docs import METRICS
 
@@ -17,6 +19,7 @@ Experts = Mapping[str, int]
 _STAGES = ("rollout", "reward", "forward", "advantages", "update_critic", "update_actor", "sync")
 """Stages of a step, which have `time/STAGE` and `memory/STAGE/peak_gigabytes`."""
 _NEAREST = 3
+_HAS_SERVERS, _HAS_CACHE = attrgetter("separate_processes"), attrgetter("prefix_cache")
 
 
 class _Condition(NamedTuple):
@@ -74,6 +77,12 @@ def _samples(config: Config) -> bool:
     return config.rollout.load_from is None
 
 
+def _may_have(config: Config, capability: Callable[[EngineCapabilities], bool]) -> bool:
+    """Return whether the run samples with an engine that has a capability. Without `resolve`, the engine is unknown."""
+    is_known = config.rollout.engine_name is not None
+    return _samples(config) and (not is_known or capability(config.rollout.capabilities))
+
+
 def _compares_samples(config: Config) -> bool:
     name = config.algorithm.estimator
     return name not in NAMES or builtin(name).compares_samples
@@ -89,7 +98,7 @@ _SHAPED = _has(
     "reward.scale, reward.clip or a similar setting", lambda c: c.reward.is_shaped and not c.pretrains_critic
 )
 _IN_FLIGHT = _has("rollout.ahead of at least 2", lambda c: c.rollout.in_flight and _samples(c))
-_SERVERS = _has("rollout.engine: sglang", lambda c: c.rollout.engine in (None, "sglang") and _samples(c))
+_SERVERS = _has("rollout.servers", lambda c: _may_have(c, _HAS_SERVERS))
 _EPISODES = _has("rollout.environment", lambda c: c.rollout.episodes is not None)
 _MIXED = _has("data.mixture", lambda c: c.data.mixture and not c.pretrains_critic)
 _CURRICULUM = _has("data.curriculum", lambda c: c.data.curriculum is not None)
@@ -97,8 +106,8 @@ _CRITIC = _has("a critic", lambda c: c.critic is not None)
 _NORMALIZED = _has("reward.normalize", lambda c: c.reward.normalize and not c.pretrains_critic)
 _ROUTED = _Condition("an actor with experts and algorithm.router_replay", _replays_routing, _is_compared)
 _PROBED = _has(
-    "servers that are probed (rollout.sglang.probe)",
-    lambda c: c.rollout.engine in (None, "sglang") and _samples(c) and c.rollout.servers.probes,
+    "servers that are probed (rollout.servers.probe)",
+    lambda c: _may_have(c, _HAS_SERVERS) and c.rollout.server_settings.probes,
 )
 _ACTOR_EXPERTS = _experts_of("actor")._replace(in_step=_is_compared)
 _PENALTY = _has("algorithm.policy_loss: penalty", lambda c: c.algorithm.policy_loss == "penalty")
@@ -134,8 +143,8 @@ _CONDITIONS: Mapping[str, _Condition] = {
     "rollout/dropped": _IN_FLIGHT,
     "rollout/partial": _IN_FLIGHT,
     "rollout/cache_hit_rate": _has(
-        "an engine with a prefix cache that generates (rollout.engine: sglang)",
-        lambda c: c.rollout.engine != "transformers" and _samples(c) and not c.rollout.replays_arrivals,
+        "an engine with a prefix cache that generates (rollout.servers)",
+        lambda c: _may_have(c, _HAS_CACHE) and not c.rollout.replays_arrivals,
     ),
     "episode/": _EPISODES,
     "episode/begun_anew": _has("rollout.environment and rollout.ahead of at least 2",

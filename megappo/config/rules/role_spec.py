@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.config.roles import ActorSettings, CriticSettings, LayoutSettings
+from megappo.config.sections.roles import ActorSettings, CriticSettings, LayoutSettings
 from megappo.families.architecture import ModelShape
 
 

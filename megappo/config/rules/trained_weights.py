@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.config.roles import CriticSettings
 from megappo.config.rules.role_spec import RoleSpec
 from megappo.config.schema import Config
+from megappo.config.sections.roles import CriticSettings
 from megappo.errors import nearest_word, show
 from megappo.families.adapters import least_side, target_names
-from megappo.families.architecture import ArchitectureConfig
+from megappo.families.declaration import ArchitectureConfig
 from megappo.families.frozen import freeze_problems
 
 

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 HEALTH = "/health_generate"
 """Health endpoint. Returns 200 if the server can generate. SGLang generates one token for the check, unless it has

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from megappo.config.tokens import Message
 from megappo.environments.gateway.wire import (
     AssistantTurn,
     ChatRequest,
@@ -21,7 +20,8 @@ from megappo.environments.gateway.wire import (
     whole,
 )
 from megappo.errors import show
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.models.tokens import Message
 
 _REFUSED: dict[str, list[JSONValue]] = {
     "stop_sequences": [[]],

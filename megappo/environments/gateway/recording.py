@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from megappo.config.tokens import Message
 from megappo.environments.chat import PLACEHOLDER, ChatTokens
 from megappo.environments.gateway.wire import AssistantTurn, ChatRequest, Json, RefusedError, name_of
-from megappo.environments.protocol import Limit, LimitReached, NonsenseError, Reply
-from megappo.environments.tool_calls import CallFormat
+from megappo.environments.tools.tool_calls import CallFormat
 from megappo.environments.trajectory import Trajectory
+from megappo.environments.turns import Limit, LimitReached, NonsenseError, Reply
 from megappo.errors import RunError
-
-if TYPE_CHECKING:
-    from megappo.environments.session import Session
+from megappo.files.json_values import JSONValue
+from megappo.models.tokens import Message
 
 
 @dataclass
@@ -52,10 +50,37 @@ class _Conversation:
         return self.chat.between(before, observed, closed=self.chat.ends(self.trajectory.tokens))
 
 
+class RecordedEpisode(Protocol):
+    """The part of a `Session` that `Recorder` needs."""
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the model so far."""
+
+    @property
+    def next_prompt_tokens(self) -> int:
+        """Number of tokens before the next turn."""
+
+    async def generate(self, max_tokens: int | None = None) -> Reply:
+        """Generate the next turn of the model."""
+
+    def chat_tokens(self, schemas: Sequence[JSONValue]) -> ChatTokens:
+        """Return the chat template for a conversation with these tools."""
+
+    def begin(self, prompt_ids: Sequence[int]) -> Trajectory:
+        """Start a trajectory whose next turn answers this prompt."""
+
+    def go_on(self, trajectory: Trajectory, observed: Sequence[int]) -> None:
+        """Continue a trajectory after the tokens `observed`."""
+
+    def count_call(self, tool: str) -> None:
+        """Count a call of a tool."""
+
+
 class Recorder:
     """Answers the requests of the agent of one episode sequentially."""
 
-    def __init__(self, session: Session, call_format: CallFormat) -> None:
+    def __init__(self, session: RecordedEpisode, call_format: CallFormat) -> None:
         self._session, self._format = session, call_format
         self._conversations: list[_Conversation] = []
         self._turn = asyncio.Lock()

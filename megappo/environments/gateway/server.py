@@ -19,7 +19,7 @@ from aiohttp import web
 from megappo.environments.gateway import anthropic_api, openai_api
 from megappo.environments.gateway.recording import Recorder
 from megappo.environments.gateway.wire import RefusedError
-from megappo.environments.protocol import LimitReached
+from megappo.environments.turns import LimitReached
 from megappo.errors import RunError, reason
 from megappo.network.http_client import without_proxies
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megappo.config.tokens import Message, call_arguments
-from megappo.environments.tool_calls import WantedCall
+from megappo.environments.tools.tool_calls import WantedCall
 from megappo.errors import show
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.models.tokens import Message, call_arguments
 
 Json = dict[str, JSONValue]
 T = TypeVar("T")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megappo.files.json_values import JSONValue
 from megappo.observe.evaluations import evaluation_results
-from megappo.observe.json_values import JSONValue
 from megappo.observe.metric_docs import METRICS, documented, over_steps
 
 _MOST_NUMBERS = 250_000

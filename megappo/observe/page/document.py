@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
 
 _FOLDER = Path(__file__).parent
 _LIBRARY = "plotly-basic.min.js"

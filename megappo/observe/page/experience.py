@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megappo.files.json_values import JSONValue
+from megappo.files.parquet_files import Numbers
 from megappo.observe.ends import End
-from megappo.observe.json_values import JSONValue
 from megappo.observe.page.curves import rounded
 from megappo.observe.page.records import text_of
-from megappo.observe.parquet_files import Numbers
 from megappo.observe.saved_samples import SPREAD_OVER_TOKENS, SampleLine, read_lines, read_numbers, read_tokens
 
 if TYPE_CHECKING:
@@ -113,10 +113,9 @@ def _of_step(step: int, files: Sequence[Path], budget_tokens: int) -> Iterator[d
             shown = slice(_TOKENS_PER_SAMPLE)
             own = [bool(x) for x in tokens.columns["mask"][shown]]
             columns = {"logprob": logprobs, **{n: tokens.columns[n] for n in _COLUMNS if n in tokens.columns}}
-            texts = tokens.texts if tokens.texts is not None else [f"[{token}]" for token in tokens.ids]
             yield {
                 **_about(step, line),
-                "tokens": [text_of(text, _TOKEN_CHARACTERS) for text in texts[shown]],
+                "tokens": [text_of(text, _TOKEN_CHARACTERS) for text in tokens.texts[shown]],
                 "own": [int(x) for x in own],
                 "columns": [[name, _shown(name, numbers[shown], own)] for name, numbers in columns.items()],
             }

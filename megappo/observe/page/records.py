@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megappo.errors import redacted, shortened
-from megappo.observe.json_values import JSONValue
+from megappo.files.json_values import JSONValue
+from megappo.files.plain_files import plain_text
 from megappo.observe.metrics import last_records
-from megappo.observe.plain_files import plain_text
-from megappo.observe.step_profile import newest_page
+from megappo.observe.timing.step_profile import newest_page
 
 _MOST_SAMPLES, _MOST_JUMPS = 100, 1_000
 _TEXT_CHARACTERS, _REASON_CHARACTERS, _PAGE_CHARACTERS = 2_000, 300, 100_000

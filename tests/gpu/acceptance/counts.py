@@ -123,7 +123,4 @@ def _counts(place: Place, layers: int) -> dict[str, Counts]:
         assert placed.actor is not None
         experience = t.estimate_advantages(scored)
         t.update_actor(placed, experience)  # compile, allocate and tune
-        return {
-            "forward": count(placed.actor.forward),
-            "update": count(lambda: t.update_actor(placed, experience)),
-        }
+        return {"forward": count(placed.actor.forward), "update": count(lambda: t.update_actor(placed, experience))}

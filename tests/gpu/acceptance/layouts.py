@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megappo.runtime.objects import all_gather_objects, attempt
 from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.objects import all_gather_objects, attempt
 from tests.gpu.acceptance.ppo_step import Stepped, compared, oracle_overrides, oracle_settings, run_oracle
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, failed, skipped

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_timing import Machine
-from megappo.observe.throughput import peak_flops
+from megappo.observe.timing.throughput import peak_flops
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, measured, skipped
 

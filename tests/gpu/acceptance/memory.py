@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.kernel_timing import peak_memory
 from megappo.config import Config
-from megappo.observe.stopwatch import Lap
+from megappo.observe.timing.stopwatch import Lap
+from megappo.plan.bytes.memory import RankMemory
 from megappo.plan.here import this_machine
-from megappo.plan.memory import RankMemory
 from megappo.plan.planner import make_plan, read_models
-from megappo.ppo.reporting import Reporter
+from megappo.ppo.reports.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from tests.gpu.acceptance.ppo_step import check_fits
 from tests.gpu.acceptance.registry import Place

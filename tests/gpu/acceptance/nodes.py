@@ -66,7 +66,7 @@ def steps(shape: Shape, configuration: Sequence[str]) -> list[NodeStep]:
                  "a PPO step of TP, PP, EP and DP against the oracle"),
         NodeStep("engine", 4, "megappo", train("engine", every),
                  "sleep, train, wake, and weights for engines of one rank on the same devices"),
-        NodeStep("engine-tp", 4, "megappo", train("engine-tp", f"rollout.sglang.tensor_parallel={ranks}"),
+        NodeStep("engine-tp", 4, "megappo", train("engine-tp", f"rollout.servers.tensor_parallel={ranks}"),
                  "the same with one engine per node", single or "all"),
         NodeStep("broadcast", 4, "megappo", train("broadcast"), "weights over the network to engines on another node",
                  alone or "engines"),

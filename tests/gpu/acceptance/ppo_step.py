@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megappo.config import Config
 from megappo.families.parameters import multiplied_parameters
 from megappo.megatron.placed import PlacedBatch
-from megappo.observe.throughput import peak_flops, training_flops_per_token
+from megappo.observe.timing.throughput import peak_flops, training_flops_per_token
 from megappo.plan.here import this_machine
 from megappo.plan.planner import make_plan, read_models
 from megappo.ppo.trainer import Trainer
@@ -51,7 +51,7 @@ def check_fits(config: Config) -> None:
     machine = this_machine()
     if machine.is_cuda:
         # The plan does not support a custom engine. The embedded engine replaces the engine for the plan.
-        rollout = config.rollout.model_copy(update={"engine": "transformers", "dtype": "bfloat16"})
+        rollout = config.rollout.model_copy(update={"engine": "transformers", "servers": None, "dtype": "bfloat16"})
         planned = config.model_copy(update={"rollout": rollout})
         plan = make_plan(planned, read_models(planned, None).models, machine, 1)
         if not plan.fits:
@@ -78,13 +78,10 @@ def oracle_overrides(o: Settings, hidden: int, reference: Path, minibatch: int) 
                              ("gamma", "lam", "clip_low", "clip_high", "dual_clip", "entropy_coef")}  # fmt: skip
     for role, rate in (("actor", o.actor_lr), ("critic", o.critic_lr)):
         values |= {
-            f"{role}.epochs": 2,
-            f"{role}.minibatch_sequences": minibatch,
-            f"{role}.optimizer.learning_rate": rate,
-            f"{role}.optimizer.weight_decay": o.weight_decay,
-            f"{role}.optimizer.clip_grad_norm": o.clip_grad_norm,
+            f"{role}.epochs": 2, f"{role}.minibatch_sequences": minibatch, f"{role}.optimizer.learning_rate": rate,
+            f"{role}.optimizer.weight_decay": o.weight_decay, f"{role}.optimizer.clip_grad_norm": o.clip_grad_norm,
             f"{role}.optimizer.eps": o.adam_eps,
-        }
+        }  # fmt: skip
     values |= {"rollout.temperature": o.temperature, "critic.value_clip": o.value_clip, "reference.path": reference}
     kinds = [
         f"algorithm.kl_in_reward={{kind: kl, coef: {o.kl_reward_coef}}}",
@@ -192,12 +189,9 @@ def _against_oracle(place: Place, name: str) -> Iterator[Row]:
 
 
 def compared(
-    what: str,
-    shapes: Mapping[str, Tensor],
-    mine: Stepped,
-    oracle_numbers: Mapping[str, Any],
+    what: str, shapes: Mapping[str, Tensor], mine: Stepped, oracle_numbers: Mapping[str, Any],
     weights: Mapping[str, Mapping[str, Tensor]],
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Compare a step with the numbers and weights of the oracle. `shapes` are the initial weights."""
     errors = {key: relative(values, torch.cat(oracle_numbers[key]).cpu()) for key, values in mine.samples.items()}
     yield within(f"{what}: scores and advantages", errors, NUMBERS)

@@ -45,11 +45,7 @@ STEPS = (
     Step("kernels", 1, f"{_PACKAGE}.kernels:exactness", 30, 120, "every kernel against float64, bitwise repetition"),
     Step("losses", 1, f"{_PACKAGE}.losses:every_policy_loss", 30, 120, "every policy loss against float64, with times"),
     Step(
-        "kernel-times",
-        1,
-        f"{_PACKAGE}.kernels:times",
-        60,
-        180,
+        "kernel-times", 1, f"{_PACKAGE}.kernels:times", 60, 180,
         "times of the output layer, public kernels and the floor",
     ),
     Step("oracle", 1, f"{_PACKAGE}.ppo_step:against_oracle", 60, 200, "a PPO step in float32 against the oracle"),
@@ -67,11 +63,7 @@ STEPS = (
     Step("server-graphs", 3, f"{_PACKAGE}.server_graphs:configured_and_default", 90, 240, "graphs: tokens/s, answers"),
     Step("server-killed", 3, f"{_PACKAGE}.servers:killed", 60, 300, "a server that is killed during generation"),
     Step(
-        "server-commands",
-        3,
-        f"{_PACKAGE}.servers:commands",
-        120,
-        400,
+        "server-commands", 3, f"{_PACKAGE}.servers:commands", 120, 400,
         "`megappo train` with a server, killed, continued",
     ),
-)
+)  # fmt: skip

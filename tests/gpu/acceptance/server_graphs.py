@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megappo.config.model_files import read_architecture
 from megappo.engines.sglang.client import call
-from megappo.engines.sglang.server import CACHES, WEIGHTS, Server, start_server
-from megappo.engines.sglang.spec import ServerSpec
+from megappo.engines.sglang.servers.server import CACHES, WEIGHTS, Server, start_server
+from megappo.engines.sglang.servers.spec import ServerSpec
+from megappo.models.model_files import read_architecture
 from megappo.runtime.device import device_bytes
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.servers import check_sglang, server_settings
@@ -104,7 +104,7 @@ def _server(
         server_options["max_total_tokens"] = 600_000
     server_options["arguments"] = server_options.get("arguments", {}) | {"load-format": "auto"} | arguments
     server_options["environment"] = server_options.get("environment", {}) | environment
-    content["rollout"] |= {"engine": "sglang", "sglang": server_options}
+    content["rollout"] |= {"engine": None, "servers": server_options}
     on_cuda = place.device == "cuda"
     spec = ServerSpec.of(make_config(place, content), folder, (1,), on_cuda=on_cuda, device_bytes=device_bytes())
     started = time.monotonic()

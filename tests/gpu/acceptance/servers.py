@@ -17,13 +17,13 @@ import torch
 from packaging.version import Version
 
 from megappo.config import Config
-from megappo.engines.sglang.guard import session_pids
-from megappo.observe.stopwatch import Lap
+from megappo.engines.sglang.servers.guard import session_pids
+from megappo.observe.timing.stopwatch import Lap
 from megappo.plan.here import this_machine
 from megappo.plan.planner import make_plan, read_models
-from megappo.ppo.measures import restart_metrics
-from megappo.ppo.probe import default_tolerance_nats
-from megappo.ppo.reporting import Reporter
+from megappo.ppo.reports.measures import restart_metrics
+from megappo.ppo.reports.reporting import Reporter
+from megappo.ppo.rollout.probe import default_tolerance_nats
 from megappo.runtime.packages import installed_version
 from tests.gpu.acceptance.packs import NATS
 from tests.gpu.acceptance.registry import Place
@@ -97,7 +97,7 @@ def sleep_train_wake(place: Place) -> Iterator[Row]:
     size = Size(8, 8, 16) if place.tiny else Size(256, 64, 1024)
     content = _settings(place, model_folder(place, "0.6B"), size)
     longest = size.prompt + size.response
-    content["rollout"]["sglang"]["max_total_tokens"] = (
+    content["rollout"]["servers"]["max_total_tokens"] = (
         size.samples * longest + 512
     )  # room for all responses at the same time
     for role in ("actor", "critic"):
@@ -170,7 +170,7 @@ def killed(place: Place) -> Iterator[Row]:
         t.step = 1
         t.ppo_step()
         timer.join()
-        metrics, restarts = dict(t.metrics), engine.restarts
+        metrics, restarts = dict(t.metrics), engine.usage.restarts
     yield judged("restarts", restarts == 1, f"{restarts} servers, 1 was killed")
     yield from _gaps("engine beside trainer after the restart, nats", metrics, dtype)
 
@@ -195,13 +195,9 @@ def commands(place: Place) -> Iterator[Row]:
     killed_step = kill(arguments, directory, most_seconds=200.0)
     yield measured("killed", f"by SIGKILL, with a checkpoint of step {killed_step}", step=killed_step)
     done = subprocess.run(
-        [sys.executable, "-m", "megappo", *arguments],
-        cwd=ROOT,
-        env=own_variables(),
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "megappo", *arguments], cwd=ROOT, env=own_variables(), capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
     lines = logged(directory) if done.returncode == 0 else []
     steps = [line["step"] for line in lines]
     is_complete = steps == list(range(1, STEPS + 1))
@@ -257,7 +253,7 @@ def _dtype(place: Place) -> str:
 def _settings(place: Place, folder: Path, size: Size) -> dict[str, Any]:
     """Return settings of a run with a server."""
     content = settings(place, folder, size, _dtype(place))
-    content["rollout"] |= {"engine": "sglang", "sglang": server_settings(place)}
+    content["rollout"] |= {"engine": None, "servers": server_settings(place)}
     return content
 
 

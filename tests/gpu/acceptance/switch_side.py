@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megappo.config import load_config
 from megappo.runtime.accelerations import find_accelerations
-from megappo.runtime.allocator import collections_put_off
+from megappo.runtime.memory.allocator import collections_put_off
 from tests.gpu.acceptance.registry import Place
 
 

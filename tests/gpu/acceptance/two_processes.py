@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megappo.runtime.store import free_port
+from megappo.network.store import free_port
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, judged, within
 from tests.support.places import ROOT

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.runtime.exchange import exchange, make_routes
+from megappo.runtime.ranks.exchange import exchange, make_routes
 from megappo_kernels.lm_head import linear_logprob
 from megappo_kernels.ppo_head import ppo_head_loss
 from tests.gpu.acceptance.kernels import OBJECTIVE, TEMPERATURE, Inputs, norm_error, run_loss, truth

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from megappo.runtime.allocator import put_off_collections
+from megappo.runtime.memory.allocator import put_off_collections
 from tests.gpu.acceptance.registry import Place
 from tests.gpu.acceptance.table import Row, Skip, failed, skipped
 

@@ -18,11 +18,12 @@ import yaml
 from safetensors.torch import save_file
 
 from megappo.config import Config, derive_run, load_config
-from megappo.config.model_files import read_architecture
-from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams
+from megappo.engines.base import BatchEngine
+from megappo.engines.protocol import Completion, GenerateRequest, SamplingParams, SyncReport
+from megappo.models.model_files import read_architecture
 from megappo.observe.ends import End
-from megappo.ppo.components import RunComponents, assemble
-from megappo.ppo.reporting import Reporter
+from megappo.ppo.assembly.components import RunComponents, assemble
+from megappo.ppo.reports.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.preflight.resolved import resolve_for_device
 from megappo.runtime.process import start_runtime
@@ -49,25 +50,20 @@ class Size:
     """Tokens of the longest response."""
 
 
-class NoEngine:
+class NoEngine(BatchEngine):
     """An engine without a model. The samples exist already, so generation needs no memory."""
 
     def __init__(self, **_options: Any) -> None:
-        self.version = 0
-        self.on_tokens = lambda: None
+        super().__init__()
 
-    def update_weights(self, named_tensors: Any, version: int) -> None:
+    def update_weights(self, named_tensors: Any, version: int) -> SyncReport:
         """Ignore the weights."""
         self.version = version
+        return SyncReport(())
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], params: SamplingParams, done: Any = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> Iterator[tuple[int, Completion]]:
         """Raise an error, because the steps do not generate."""
         raise RuntimeError("the samples of this step are given; nothing is generated")
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def model_folder(
@@ -201,16 +197,9 @@ def rollouts(batch: Sequence[dict[str, Any]]) -> tuple[Rollouts, torch.Tensor]:
     count, ids = len(batch), torch.arange(len(batch))
     rollout = Rollouts(
         prompts=tuple(Prompt(i, tuple(s["tokens"][: -s["response"]]), "", None, {}) for i, s in enumerate(batch)),
-        sample_ids_B=ids,
-        group_ids_B=ids,
-        sequences=tuple(torch.tensor(s["tokens"]) for s in batch),
-        response_lengths_B=lengths,
-        engine_logprob_BR=logprob,
-        response_mask_BR=mask,
-        ends=(End.COMPLETE,) * count,
-        weight_versions_B=torch.ones(count, dtype=torch.int64),
-        responses=("",) * count,
-        raw_responses=("",) * count,
+        sample_ids_B=ids, group_ids_B=ids, sequences=tuple(torch.tensor(s["tokens"]) for s in batch),
+        response_lengths_B=lengths, engine_logprob_BR=logprob, response_mask_BR=mask, ends=(End.COMPLETE,) * count,
+        weight_versions_B=torch.ones(count, dtype=torch.int64), responses=("",) * count, raw_responses=("",) * count,
         special_tokens_B=torch.zeros(count, dtype=torch.int64),
-    )
+    )  # fmt: skip
     return rollout, torch.tensor([s["score"] for s in batch])

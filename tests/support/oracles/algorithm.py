@@ -93,21 +93,12 @@ def kl_penalty(*, logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def aggregate(
-    *,
-    loss: Tensor,
-    mask: Tensor,
-    mode: Aggregation,
-    total_tokens: int | None = None,
-    total_sequences: int | None = None,
-    norm_tokens: int | None = None,
-) -> Tensor:
+    *, loss: Tensor, mask: Tensor, mode: Aggregation, total_tokens: int | None = None,
+    total_sequences: int | None = None, norm_tokens: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return the sum of weights * loss with the weights of `token_weights`, a scalar."""
     weights = token_weights(
-        mask=mask,
-        mode=mode,
-        total_tokens=total_tokens,
-        total_sequences=total_sequences,
-        norm_tokens=norm_tokens,
+        mask=mask, mode=mode, total_tokens=total_tokens, total_sequences=total_sequences, norm_tokens=norm_tokens
     )
     return (weights * clean(loss, mask)).sum()
 
@@ -118,6 +109,8 @@ class Loss:
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    """Of a policy loss: clipfrac, clipfrac_lower, ppo_kl (k1 of KL(old || new)), ppo_kl_k3, ratio, entropy, ref_kl and
+    count. ratio_max is a maximum. pg_loss, entropy_loss, kl_loss and nll_loss are the weighted terms of the loss."""
 
 
 def _clipped_objective(
@@ -139,34 +132,18 @@ def _clipped_objective(
 
 
 def policy_loss(
-    *,
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    policy_loss: str = "clip",
-    penalty_coef: float = 0.0,
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
-    ref_logprob: Tensor | None = None,
-    kl: str = "low_var_kl",
-    kl_coef: float = 0.0,
-    importance_weights: Tensor | None = None,
-    nll_weights: Tensor | None = None,
-    sequences: Tensor | None = None,
-    **band: float,
-) -> Loss:
+    *, logprob: Tensor, old_logprob: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor, clip_low: float = 0.2,
+    clip_high: float = 0.2, dual_clip: float | None = None, policy_loss: str = "clip", penalty_coef: float = 0.0,
+    entropy: Tensor | None = None, entropy_coef: float = 0.0, ref_logprob: Tensor | None = None, kl: str = "low_var_kl",
+    kl_coef: float = 0.0, importance_weights: Tensor | None = None, nll_weights: Tensor | None = None,
+    sequences: Tensor | None = None, **band: float,
+) -> Loss:  # fmt: skip
     """Policy loss: sum of weights * (importance * objective - entropy_coef * entropy + kl_coef * KL(policy||ref))
     - nll_weights * logprob.
 
     Args:
         logprob, old_logprob, ref_logprob: log-probabilities of the sampled tokens, nats.
-        advantages: one per token.
-        weights: from `token_weights`; the only normalisation.
+        advantages, weights: one per token. The weights of `token_weights` are the only normalisation.
         mask: bool; positions with False change neither loss nor gradient.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: bound c > 1 of the objective for negative advantages.
@@ -176,11 +153,6 @@ def policy_loss(
         sequences: number of the sequence of each token.
         band: settings of the losses in `policy_losses`.
         importance_weights: constants from `correction.importance_weights`.
-
-    Returns:
-        `metrics`: sums over valid positions of clipfrac, clipfrac_lower, ppo_kl (k1 of KL(old || new)), ppo_kl_k3,
-        ratio, entropy, ref_kl and count. ratio_max is a maximum. pg_loss, entropy_loss, kl_loss and nll_loss are the
-        weighted terms of the loss.
     """
     logprob, advantages = clean(logprob, mask), clean(advantages, mask)
     log_ratio = (logprob - clean(old_logprob, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -195,23 +167,20 @@ def policy_loss(
         place = (ratio.clamp(1 - clip_low, 1 + clip_high) - 1 + clip_low) / (clip_low + clip_high)
         weight = slope_of(objective, logprob) / -advantages
     else:
-        outputs = policy_losses.surrogate(
+        objective, below, above, is_bounded, place = policy_losses.surrogate(
             policy_loss, logprob, clean(old_logprob, mask), advantages, mask, sequences, **band
         )
-        objective, below, above, is_bounded, place = outputs
         is_clipped, weight = below | above, slope_of(objective, logprob) / -advantages
     if importance_weights is not None:
         importance_weights = clean(importance_weights, mask).detach()
         objective, weight = objective * importance_weights, weight * importance_weights
     weights = clean(weights, mask)
-    nothing = torch.zeros_like(logprob)
-    entropy = clean(entropy, mask) if entropy is not None else nothing
-    ref_kl = nothing
+    entropy = torch.zeros_like(logprob) if entropy is None else clean(entropy, mask)
+    ref_kl = torch.zeros_like(logprob)
     if ref_logprob is not None:
         ref_kl = kl_penalty(logprob=logprob, ref_logprob=clean(ref_logprob, mask), kind=kl)
-    pg_loss, entropy_loss, kl_loss = (
-        (weights * x).sum() for x in (objective, -entropy_coef * entropy, kl_coef * ref_kl)
-    )
+    losses = (objective, -entropy_coef * entropy, kl_coef * ref_kl)
+    pg_loss, entropy_loss, kl_loss = ((weights * x).sum() for x in losses)
     metrics = _ratio_metrics(log_ratio, mask, is_clipped, is_bounded)
     metrics |= _detached_sums({"entropy": entropy, "ref_kl": ref_kl, "count": mask})
     bands = {"masked_below": below & mask, "masked_above": above & mask, "band_position": clean(place, mask)}
@@ -233,12 +202,9 @@ def _ratio_metrics(log_ratio: Tensor, mask: Tensor, is_clipped: Tensor, is_bound
     """Return sums that measure the distance of the policy from the old policy. `log_ratio` is 0 at masked positions."""
     ratio = log_ratio.detach().exp()
     sums = {
-        "clipfrac": is_clipped & mask,
-        "clipfrac_lower": is_bounded & mask,
-        "ppo_kl": -log_ratio,
-        "ppo_kl_k3": ratio - 1 - log_ratio,
-        "ratio": clean(ratio, mask),
-    }
+        "clipfrac": is_clipped & mask, "clipfrac_lower": is_bounded & mask, "ppo_kl": -log_ratio,
+        "ppo_kl_k3": ratio - 1 - log_ratio, "ratio": clean(ratio, mask),
+    }  # fmt: skip
     return _detached_sums(sums) | {"ratio_max": clean(ratio, mask).amax().float()}
 
 
@@ -247,14 +213,9 @@ def _detached_sums(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def value_loss(
-    *,
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    weights: Tensor,
-    mask: Tensor,
+    *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, mask: Tensor,
     value_clip: float | None = None,
-) -> Loss:
+) -> Loss:  # fmt: skip
     """Value loss: sum of weights * max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within old v +- value_clip.
 
     `metrics` are sums over valid positions of clipfrac and count. Source: code of Schulman et al. 2017 (baselines).

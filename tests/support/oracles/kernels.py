@@ -10,12 +10,9 @@ from torch import Tensor
 
 
 def scaled_logits(
-    logits_TV: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
+    logits_TV: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None,
     valid_vocab: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply the soft cap, then the temperature, then -inf for padded vocabulary."""
     if softcap is not None:
         logits_TV = softcap * torch.tanh(logits_TV / softcap)
@@ -27,13 +24,9 @@ def scaled_logits(
 
 
 def logits_logprob(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
+    logits_TV: Tensor, labels_T: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None,
     valid_vocab: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the log-probability of each label and the entropy of each row, in nats."""
     logits_TV = scaled_logits(logits_TV, temperature=temperature, softcap=softcap, valid_vocab=valid_vocab)
     logp_TV = torch.log_softmax(logits_TV, dim=-1)
@@ -44,14 +37,9 @@ def logits_logprob(
 
 
 def linear_logprob(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    labels_T: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    valid_vocab: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, *, temperature: float | Tensor = 1.0,
+    softcap: float | None = None, valid_vocab: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `logits_logprob` of hidden @ weight.T."""
     return logits_logprob(
         hidden_TH @ weight_VH.T, labels_T, temperature=temperature, softcap=softcap, valid_vocab=valid_vocab
@@ -59,25 +47,11 @@ def linear_logprob(
 
 
 def policy_loss(
-    *,
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    entropy: Tensor,
-    ref_logprob: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    nll_weights: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    policy_loss: str = "clip",
-    penalty_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    kl: str = "low_var_kl",
-    kl_coef: float = 0.0,
-) -> Tensor:
+    *, logprob: Tensor, old_logprob: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor, entropy: Tensor,
+    ref_logprob: Tensor | None = None, importance_weights: Tensor | None = None, nll_weights: Tensor | None = None,
+    clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None, policy_loss: str = "clip",
+    penalty_coef: float = 0.0, entropy_coef: float = 0.0, kl: str = "low_var_kl", kl_coef: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Sum the policy loss over valid tokens in a loop."""
     loss = logprob.new_zeros(())
     for i in torch.nonzero(mask.flatten()).flatten().tolist():
@@ -117,14 +91,9 @@ def kl_estimate(gap: Tensor, kind: str) -> Tensor:
 
 
 def value_loss(
-    *,
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    weights: Tensor,
-    mask: Tensor,
+    *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, mask: Tensor,
     value_clip: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Sum the value loss over valid tokens."""
     loss = values.new_zeros(())
     for i in torch.nonzero(mask.flatten()).flatten().tolist():
@@ -137,14 +106,9 @@ def value_loss(
 
 
 def gae(
-    rewards_BT: Tensor,
-    values_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    gamma: float,
-    lam: float,
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float,
     bootstrap_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute advantages and returns by the recursion, one number at a time, with 0 at masked positions."""
     advantages_BT, returns_BT = torch.zeros_like(values_BT), torch.zeros_like(values_BT)
     for b in range(len(values_BT)):

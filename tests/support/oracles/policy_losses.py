@@ -9,6 +9,20 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
 
+CASES: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "dis": ({"band_low": 0.8, "band_high": 3.0}, {"band_low": 0.2, "band_high": 0.3}),
+    "cispo": ({"band_low": 1.0, "band_high": 0.5}, {"band_low": 0.3, "band_high": 0.2}),
+    "gspo": ({"band_low": 0.1, "band_high": 0.2}, {"band_low": 0.1, "band_high": 0.1}),
+    "sapo": ({"gate_positive": 2.0, "gate_negative": 3.0}, {}),
+    "dppo_tv": (
+        {"band_low": 0.1, "band_high": 0.15, "band_cap": 3.0},
+        {"band_low": 0.001, "band_high": 0.002, "band_cap": 1.5},
+    ),
+    "dppo_kl": ({"band_low": 0.05, "band_high": 0.1, "kl_coef": 0.3}, {"band_low": 5e-5, "band_high": 1e-4}),
+}
+"""Arguments of `PolicyObjective` for tests of random tokens, and for tests of the output layer, where ratios differ
+less from 1. Some tokens are outside of the band. `clip` and `penalty` are in `algorithm`."""
+
 
 def surrogate(
     name: str, logprob: Tensor, old: Tensor, A: Tensor, mask: Tensor, sequences: Tensor | None, **s: float
@@ -44,7 +58,7 @@ def surrogate(
     else:
         distance = kl_divergence(old_token, new_token)
     below, above = (A < 0) & ~rises & (distance > low), (A > 0) & rises & (distance > high)
-    cap = s.get("weight_cap", 20.0)
+    cap = s.get("band_cap", 20.0)
     weight = fixed.clamp(max=cap).masked_fill(below | above, 0)
     signed = torch.where(rises, distance.clamp(max=high), -distance.clamp(max=low))
     return -A * weight * logprob, below, above, never, (signed + low) / (low + high)

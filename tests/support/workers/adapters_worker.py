@@ -6,7 +6,6 @@ Usage (under torchrun): adapters_worker.py CASE.json FOUND.json
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megappo.config.grid import Grid
-from megappo.config.model_files import read_architecture
-from megappo.config.schema import RuntimeSettings
 from megappo.families.adapters import LoraShape
 from megappo.families.flops import SampleCost
 from megappo.families.parameters import pieces
@@ -25,11 +22,13 @@ from megappo.families.weights import scatter_shard
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.layout import Cut, Layout, make_layouts
 from megappo.megatron.roles import LocalRole, Placement
+from megappo.models.model_files import read_architecture
 from megappo.reshard.peft import MergedSource, PeftSource
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.process import Runtime
 from tests.support.adapters import adapters_of, merged_weights, put_adapters
+from tests.support.workers import answer
 from tests.support.workers.model_worker import forward, sequences
 
 RATE = 1e-5
@@ -127,15 +126,12 @@ def apart(mine: Tensor | None, truth: Tensor) -> float:
     return float((mine - truth.detach()).abs().max())
 
 
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        layout = make_layouts({"actor": Cut(Grid((0,), 1, 1), 1, False)}, "cpu", 120)["actor"]
-        assert isinstance(layout, Layout)
-        folder = Path(case["folder"])
-        errors = {name: check(folder, Path(path), layout, runtime) for name, path in case["adapters"].items()}
-        Path(sys.argv[2]).write_text(json.dumps(errors))
+def errors_of(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    layout = make_layouts({"actor": Cut(Grid((0,), 1, 1), 1, False)}, "cpu", 120)["actor"]
+    assert isinstance(layout, Layout)
+    folder = Path(case["folder"])
+    return {name: check(folder, Path(path), layout, runtime) for name, path in case["adapters"].items()}
 
 
 if __name__ == "__main__":
-    main()
+    answer(errors_of)

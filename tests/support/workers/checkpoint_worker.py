@@ -6,24 +6,22 @@ Usage (under torchrun): checkpoint_worker.py CASE.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megappo.checkpoint.randomness import random_states
 from megappo.checkpoint.shards import load_shards, role_shards, role_updates
 from megappo.checkpoint.writer import CheckpointWriter, Snapshot
 from megappo.config import derive_run, load_config, resolve
-from megappo.config.schema import CheckpointSettings, RuntimeSettings
+from megappo.config.schema import CheckpointSettings
 from megappo.megatron.placed import announce, place
-from megappo.ppo.components import RunComponents, assemble
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.ppo.assembly.components import RunComponents, assemble
+from megappo.runtime.process import Runtime
 from megappo.types import Samples
 from tests.support.rewards import without_reward_workers
+from tests.support.workers import answer_of_all_ranks
 from tests.support.workers.plan_worker import SumOfOutputs
 
 
@@ -45,27 +43,23 @@ def write(parts: RunComponents, writer: CheckpointWriter, step: int) -> dict[str
     return {role.placement.name: role_updates(role) for role in parts.trained}
 
 
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        with without_reward_workers():
-            parts = assemble(config, derive_run(config, runtime.world_size), runtime)
-        writer = CheckpointWriter(Path(case["out"]), CheckpointSettings(keep_last=9), runtime, 60)
-        updates = [write(parts, writer, 1)]
-        announced = announce(samples_of_rank(case, runtime), runtime.device)
-        for role in parts.trained:
-            place(role, announced, [range(case["samples"])]).update(0, SumOfOutputs(None))
-        updates.append(write(parts, writer, 2))
-        for step, (folder, applied) in enumerate(case["read"], 3):
-            load_shards(Path(folder), parts.trained, applied)
-            updates.append(write(parts, writer, step))
-        gathered: list[Any] = [None] * runtime.world_size
-        dist.all_gather_object(gathered, updates)
-        parts.close()
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(gathered))
+def written_updates(case: dict[str, Any], runtime: Runtime) -> list[Any]:
+    """Write all checkpoints, and return the numbers of updates of each one."""
+    config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
+    with without_reward_workers():
+        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+    writer = CheckpointWriter(Path(case["out"]), CheckpointSettings(keep_last=9), runtime, 60)
+    updates = [write(parts, writer, 1)]
+    announced = announce(samples_of_rank(case, runtime), runtime.device)
+    for role in parts.trained:
+        place(role, announced, [range(case["samples"])]).update(0, SumOfOutputs(None))
+    updates.append(write(parts, writer, 2))
+    for step, (folder, applied) in enumerate(case["read"], 3):
+        load_shards(Path(folder), parts.trained, applied)
+        updates.append(write(parts, writer, step))
+    parts.close()
+    return updates
 
 
 if __name__ == "__main__":
-    main()
+    answer_of_all_ranks(written_updates)

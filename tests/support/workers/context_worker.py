@@ -5,9 +5,6 @@ Usage (under torchrun): context_worker.py CASE.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.config.schema import RuntimeSettings
-from megappo.megatron.attention import PackedCoreAttention, packed_segments, segment_tensors
 from megappo.megatron.context import ContextShard
-from megappo.runtime.objects import all_gather_objects
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.megatron.layers.attention import PackedCoreAttention
+from megappo.megatron.segments import packed_segments, segment_tensors
+from megappo.runtime.process import Runtime
+from tests.support.workers import answer_of_all_ranks
 
 HEADS, WIDTH, SCALE = 4, 8, 0.4
 
@@ -52,12 +49,9 @@ def errors(case: dict[str, Any], runtime: Runtime) -> dict[str, float]:
     places, dtype = shard.places(lengths), getattr(torch, case["dtype"])
     mine = {name: x.detach()[places].to(dtype).requires_grad_() for name, x in whole.items()}
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * WIDTH,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
+        num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, attention_dropout=0.0,
         window_size=None if window is None else (window - 1, 0),
-    )
+    )  # fmt: skip
     core: Any = PackedCoreAttention(
         config, 1, None, "self", softmax_scale=SCALE, pg_collection=SimpleNamespace(cp=dist.group.WORLD)
     )
@@ -72,13 +66,5 @@ def errors(case: dict[str, Any], runtime: Runtime) -> dict[str, float]:
     return {name: float((x.double() - y).norm() / y.norm()) for name, (x, y) in compared.items()}
 
 
-def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        gathered = all_gather_objects({name: errors(case, runtime) for name, case in cases.items()})
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(gathered))
-
-
 if __name__ == "__main__":
-    main()
+    answer_of_all_ranks(lambda cases, runtime: {name: errors(case, runtime) for name, case in cases.items()})

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megappo.engines.absent import AbsentEngine
-from megappo.ppo.measures import sync_metrics, update_engine
-from megappo.runtime.exchange import all_gather_varying, exchange, make_routes
-from megappo.runtime.objects import agreed, all_gather_objects, broadcast_object
-from megappo.runtime.tally import Tally
+from megappo.engines.protocol import SyncReport
+from megappo.ppo.reports.measures import sync_metrics
+from megappo.runtime.ranks.exchange import all_gather_varying, exchange, make_routes
+from megappo.runtime.ranks.objects import agreed, all_gather_objects, broadcast_object
+from megappo.runtime.ranks.tally import Tally
 
 
 def content(i: int) -> torch.Tensor:
@@ -34,41 +35,22 @@ def agreed_problem(fails_on: set[int]) -> str:
     return ""
 
 
-class Served(AbsentEngine):
-    """An engine whose phases are longest on different ranks."""
-
-    restarts, rank, transfer_seconds = 0, 0, 0.0
-
-    def sync_phases(self) -> dict[str, float]:
-        """Return the seconds of this rank."""
-        return {"gather": 1.0 + self.rank, "load": 9.0 - self.rank}
-
-    def probe(self, *_args: Any) -> dict[int, Any]:
-        """Return no answers."""
-        return {}
-
-    def judge(self, *_args: Any) -> float:
-        """Return no gap."""
-        return 0.0
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-
 def check_sync(rank: int, world: int) -> None:
-    """Check that the slowest rank defines the phases and the speed of a sync. A run without an engine has no
-    transfer."""
-    engine = Served()
-    engine.rank = rank
-    parts: Any = SimpleNamespace(engine=engine, weights=SimpleNamespace(total_bytes=6e9))
-    metrics = sync_metrics(parts, 20.0 + rank, 1.0 + rank, 7)
+    """Check that the slowest rank defines the phases and the speed of a sync. The phases of all attempts are added.
+    The speed is that of the last attempt. A run without an engine has no transfer."""
+    parts: Any = SimpleNamespace(weights=SimpleNamespace(total_bytes=6e9))
+    attempts = [
+        {"gather": 0.5, "transfer": 99.0},
+        {"gather": 0.5 + rank, "load": 9.0 - rank, "transfer": 1.0 + rank},
+    ]
+    metrics = sync_metrics(parts, 20.0 + rank, SyncReport.gather(attempts), 7)
     assert metrics == {
         "sync/seconds": 19.0 + world, "sync/transfer_seconds": float(world), "sync/version": 7.0,
         "sync/gather_seconds": float(world), "sync/load_seconds": 9.0, "sync/gigabytes_per_second": 6.0 / world,
     }, metrics  # fmt: skip
-    parts.engine = AbsentEngine()
-    moved = update_engine(parts, 8)
-    assert sync_metrics(parts, 0.5, moved, 8) == {"sync/seconds": 0.5, "sync/version": 8.0}
+    stream: Any = ()
+    report = AbsentEngine().update_weights(stream, 8)
+    assert sync_metrics(parts, 0.5, report, 8) == {"sync/seconds": 0.5, "sync/version": 8.0}
 
 
 def main() -> None:

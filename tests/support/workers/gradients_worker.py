@@ -5,8 +5,6 @@ Usage (under torchrun): gradients_worker.py CASE.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -17,17 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.grid import Grid
-from megappo.config.model_files import load_architecture
-from megappo.config.roles import OptimizerSettings
-from megappo.config.schema import ModelSettings, RuntimeSettings
+from megappo.config.role_models import load_architecture
+from megappo.config.schema import ModelSettings
+from megappo.config.sections.roles import OptimizerSettings
 from megappo.families.architecture import padded_vocab_size
 from megappo.megatron.build import BuildOptions, build_model
 from megappo.megatron.layout import Cut, Layout, make_layouts
-from megappo.megatron.optimization import RoleOptimizer
+from megappo.megatron.optimizer.optimization import RoleOptimizer
 from megappo.megatron.schedule import PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
-from megappo.runtime.process import Runtime, start_runtime
-from tests.support.workers.model_worker import Outputs, sequences
+from megappo.runtime.process import Runtime
+from tests.support.workers import answer
+from tests.support.workers.model_worker import outputs, sequences
 
 
 def relative(measured: Tensor, truth: Tensor) -> float:
@@ -50,7 +49,7 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
     tokens = [s for s in sequences(arch.vocab_size) for _ in range(3)][runtime.rank :: runtime.world_size]
     batches = [pack_samples([PlacedSample(i, s, len(s) - 1)], runtime.device) for i, s in enumerate(tokens)]
     optimizer.zero_grad()
-    run_schedule(optimizer.chunks, layout, batches, Outputs(), train=True)
+    run_schedule(optimizer.chunks, layout, batches, outputs, train=True)
     of_all: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(of_all, dict(gradients))
     errors = {}
@@ -63,13 +62,5 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, list[float]]:
     return errors
 
 
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        errors = check(case, runtime)
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(errors))
-
-
 if __name__ == "__main__":
-    main()
+    answer(check)

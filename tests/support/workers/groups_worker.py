@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megappo.config.grid import Grid
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.layout import Cut, Layout, make_layouts
-from megappo.runtime.groups import make_host_group
-from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import start_runtime
+from megappo.runtime.ranks.groups import make_host_group
+from megappo.runtime.ranks.objects import all_gather_objects
 
 TIMEOUT_SECONDS = 90
 

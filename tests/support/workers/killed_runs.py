@@ -43,14 +43,14 @@ from megappo.cli import main
 from megappo.config import derive_run, load_config
 from megappo.errors import USER_ERROR
 from megappo.megatron.placed import PlacedBatch
-from megappo.ppo.checkpoints import Boundary, Checkpoints
-from megappo.ppo.components import assemble
-from megappo.ppo.reporting import Reporter
-from megappo.ppo.start import choose_start
-from megappo.runtime.interrupts import Interrupts
+from megappo.network.store import free_port
+from megappo.ppo.assembly.components import assemble
+from megappo.ppo.assembly.start import choose_start
+from megappo.ppo.records.checkpoints import Boundary, Checkpoints
+from megappo.ppo.reports.reporting import Reporter
 from megappo.runtime.process import start_runtime
-from megappo.runtime.store import free_port
 from megappo.runtime.waiting import wait_until
+from megappo.runtime.watch.interrupts import Interrupts
 
 
 def make_end(
@@ -142,7 +142,7 @@ def stall(step: int, stage: str, at_token: Callable[[], None], answered: Event) 
 
 
 def _stall_servers(step: int, state: dict[str, Any], answered: Event) -> None:
-    """Answer only one group of the requests of a rank to servers in this step. Probes are not counted."""
+    """Answer only one request of a rank to servers in this step. Probes are not counted."""
     from aiohttp import ClientSession
 
     post = ClientSession.post

@@ -10,8 +10,6 @@ optimizers, and the peak of anonymous memory in each stage above the memory of t
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,18 +20,18 @@ import torch
 import transformers
 
 from megappo.config import Config, derive_run, load_config, resolve
-from megappo.config.schema import RuntimeSettings
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import LocalRole, TrainedRole
-from megappo.ppo.components import assemble
-from megappo.ppo.methods import find_objective
-from megappo.ppo.models import ModelBuilder
-from megappo.ppo.reporting import Reporter
-from megappo.ppo.trainer import Trainer
+from megappo.ppo.assembly.components import assemble
+from megappo.ppo.assembly.methods import find_objective
+from megappo.ppo.assembly.models import ModelBuilder
+from megappo.ppo.reports.reporting import Reporter
+from megappo.ppo.training_run import TrainingRun
 from megappo.ppo.updates import LossWeights, PolicyTask
-from megappo.runtime.allocator import trim_heap
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.memory.allocator import trim_heap
+from megappo.runtime.process import Runtime
 from megappo.types import Samples
+from tests.support.workers import answer
 
 
 def anonymous_bytes() -> int:
@@ -116,7 +114,7 @@ def train(config: Config, runtime: Runtime, meter: Meter) -> None:
     derived = derive_run(config, runtime.world_size)
     parts = assemble(config, derived, runtime)
     meter.roles += [parts.actor, parts.critic, parts.reference]
-    Trainer(parts, Reporter(config, derived, runtime, meter.enter)).train()
+    TrainingRun(parts, Reporter(config, derived, runtime, meter.enter)).train()
     meter.enter("end")
     parts.close()
 
@@ -142,16 +140,13 @@ def update_alone(config: Config, runtime: Runtime, meter: Meter) -> None:
     meter.enter("end")
 
 
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        meter = Meter()
-        with meter.looking():
-            (update_alone if case["alone"] else train)(config, runtime, meter)
-        results = {"storages": meter.storages, "anonymous": meter.anonymous, "optimizers": meter.optimizers}
-        Path(sys.argv[2]).write_text(json.dumps(results))
+def measured(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
+    meter = Meter()
+    with meter.looking():
+        (update_alone if case["alone"] else train)(config, runtime, meter)
+    return {"storages": meter.storages, "anonymous": meter.anonymous, "optimizers": meter.optimizers}
 
 
 if __name__ == "__main__":
-    main()
+    answer(measured)

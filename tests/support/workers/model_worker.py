@@ -5,8 +5,6 @@ Usage (under torchrun): model_worker.py CASE.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,25 +21,27 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from megappo.config.grid import Grid
-from megappo.config.model_files import load_architecture
-from megappo.config.schema import ModelSettings, RuntimeSettings
+from megappo.config.role_models import load_architecture
+from megappo.config.schema import ModelSettings
 from megappo.families.architecture import padded_vocab_size
 from megappo.families.flops import SampleCost
 from megappo.megatron import build
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.context import whole_output
+from megappo.megatron.layers.swiglu import mlp_submodules
 from megappo.megatron.layout import Cut, Layout, Outside, make_layouts
 from megappo.megatron.roles import AbsentRole, LocalRole, Placement, Role
 from megappo.megatron.schedule import PackedBatch, PlacedSample, pack_samples, run_schedule
-from megappo.megatron.swiglu import mlp_submodules
-from megappo.observe.progress import PROGRESS
+from megappo.observe.terminal.progress import PROGRESS
 from megappo.reshard.slices import EngineShape, Receiver
 from megappo.reshard.sources import SafetensorsSource
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo_kernels.backend import use_backend
 from megappo_kernels.gpu import layers as kernels
 from tests.support.models import expert_by_expert
+from tests.support.workers import answer
 
 local_layers = build.layer_spec
 LAUNCHES = ("launch_swiglu", "launch_swiglu_gradient", "launch_rotation")
@@ -107,14 +107,10 @@ def fused_layers(*arguments: Any) -> Any:
     return block
 
 
-class Outputs:
-    """A task that returns the outputs of the output layer and computes a gradient of their sum."""
-
-    def expect(self, head: Any, batch: PackedBatch) -> None:
-        head.expect(batch)
-
-    def finish(self, head: Any, output_NC: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return output_NC.sum(), output_NC.detach().clone()
+def outputs(head: Any, hidden_t1H: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of the output layer as the report, and their sum for a gradient."""
+    output_N, _ = head(hidden_t1H, batch)
+    return output_N.sum(), output_N.detach().clone()
 
 
 def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train: bool) -> torch.Tensor | None:
@@ -124,14 +120,14 @@ def forward(model: RoleModel, layout: Layout, tokens: list[torch.Tensor], train:
         for part in (samples[:3], samples[3:])
     ]
     before = PROGRESS.parts
-    outputs = run_schedule(model.chunks, layout, batches, Outputs(), train=train)
+    reports = run_schedule(model.chunks, layout, batches, outputs, train=train)
     assert PROGRESS.parts - before == len(batches) * len(model.chunks)  # the watchdog counts each part
     if not layout.reports_losses:
         return None
     totals = [sum(batch.response_lengths) for batch in batches]
     whole = [
-        whole_output(output[:, 0], batch.own_N, total, layout.groups.cp)[:, None]
-        for output, batch, total in zip(outputs, batches, totals, strict=True)
+        whole_output(output_N, batch.own_N, total, layout.groups.cp)[:, None]
+        for output_N, batch, total in zip(reports, batches, totals, strict=True)
     ]
     return torch.cat(whole) if layout.hands_out_results else None
 
@@ -147,13 +143,10 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any] | None:
     layout = make_layouts({"actor": Cut(grid, vpp, sp)}, "cpu", 120)["actor"]
     vocab = padded_vocab_size(arch.vocab_size, case["tp"], 8 * case["tp"])
     options = BuildOptions(
-        getattr(torch, case.get("dtype", "float32")),
-        runtime.device,
-        vocab,
-        recompute=case.get("recompute", "none"),
+        getattr(torch, case.get("dtype", "float32")), runtime.device, vocab, recompute=case.get("recompute", "none"),
         value_head_std=case.get("value_head_std"),
         chunk_layers=tuple(case["chunk_layers"]) if "chunk_layers" in case else None,
-    )
+    )  # fmt: skip
     placement = Placement("actor", grid, budget_tokens=1, microbatch_multiple=1, cost=SampleCost(1, 0))
     role: Role = AbsentRole(placement, arch, options, runtime)
     output, tokens = None, sequences(arch.vocab_size, *([case["tokens"]] if "tokens" in case else []))
@@ -227,13 +220,9 @@ def check_tracker() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def main() -> None:
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        gathered: list[dict[str, Any] | None] = [None] * runtime.world_size
-        dist.all_gather_object(gathered, check(json.loads(Path(sys.argv[1]).read_text()), runtime))
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(next(f for f in gathered if f is not None)))
+def first_result(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    return next(result for result in all_gather_objects(check(case, runtime)) if result is not None)
 
 
 if __name__ == "__main__":
-    main()
+    answer(first_result)

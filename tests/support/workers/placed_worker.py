@@ -19,15 +19,15 @@ from torch import Tensor
 
 from megappo.config import derive_run, load_config, resolve
 from megappo.config.grid import Grid
-from megappo.config.model_files import read_architecture
 from megappo.config.schema import RuntimeSettings
 from megappo.megatron.build import BuildOptions
 from megappo.megatron.packing import MicrobatchPlan, SampleCost
 from megappo.megatron.placed import PlacedBatch, announce, place
 from megappo.megatron.roles import AbsentRole, Placement
 from megappo.megatron.schedule import PlacedSample
-from megappo.ppo.components import assemble
-from megappo.ppo.reporting import Reporter
+from megappo.models.model_files import read_architecture
+from megappo.ppo.assembly.components import assemble
+from megappo.ppo.reports.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.runtime.process import Runtime, start_runtime
 from megappo.types import Samples
@@ -35,14 +35,9 @@ from megappo.types import Samples
 SAMPLES = 30
 MODEL = Path("configs/models/tiny_arithmetic")
 GRIDS = (
-    Grid((0, 1, 2, 3), 1, 1),
-    Grid((0, 1, 2, 3), 2, 1),
-    Grid((0, 1, 2, 3), 2, 2),
-    Grid((0, 1, 2, 3), 1, 2),
-    Grid((0, 1, 2, 3), 2, 1, 4),
-    Grid((1, 2, 3), 1, 1),
-    Grid((2,), 1, 1),
-)
+    Grid((0, 1, 2, 3), 1, 1), Grid((0, 1, 2, 3), 2, 1), Grid((0, 1, 2, 3), 2, 2), Grid((0, 1, 2, 3), 1, 2),
+    Grid((0, 1, 2, 3), 2, 1, 4), Grid((1, 2, 3), 1, 1), Grid((2,), 1, 1),
+)  # fmt: skip
 
 
 class Echo(AbsentRole):
@@ -125,16 +120,10 @@ def check_step(directory: str, runtime: Runtime) -> None:
     """Check a step of two minibatches in two epochs. Tokens are sent to actor and critic. Actor, critic and reference
     return their results. The numbers per token are sent to actor and critic. No objects of the step remain."""
     overrides = [
-        f"run.directory={directory}",
-        "actor.layout={tensor_parallel: 2}",
-        "critic.layout={first_rank: 1, ranks: 2}",
-        "reference={}",
-        "algorithm.kl_in_loss={coef: 0.1}",
-        "rollout.prompts_per_step=10",
-        "actor.minibatch_sequences=40",
-        "critic.minibatch_sequences=40",
-        "logging={tensorboard: false, console: quiet}",
-    ]
+        f"run.directory={directory}", "actor.layout={tensor_parallel: 2}", "critic.layout={first_rank: 1, ranks: 2}",
+        "reference={}", "algorithm.kl_in_loss={coef: 0.1}", "rollout.prompts_per_step=10",
+        "actor.minibatch_sequences=40", "critic.minibatch_sequences=40", "logging={tensorboard: false, console: quiet}",
+    ]  # fmt: skip
     config = resolve(load_config("configs/quickstart.yaml", overrides), on_cuda=False)
     parts = assemble(config, derive_run(config, runtime.world_size), runtime)
     trainer = Trainer(parts, Reporter(config, parts.derived, runtime))

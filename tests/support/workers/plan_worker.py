@@ -5,25 +5,21 @@ Usage (under torchrun): plan_worker.py CASE.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config import derive_run, load_config, resolve
-from megappo.config.schema import RuntimeSettings
 from megappo.megatron.placed import announce, place
 from megappo.megatron.roles import Role, TrainedRole
 from megappo.megatron.schedule import PackedBatch
-from megappo.ppo.components import assemble
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.ppo.assembly.components import assemble
+from megappo.runtime.process import Runtime
 from megappo.types import Samples
 from tests.support.rewards import without_reward_workers
+from tests.support.workers import answer_of_all_ranks
 
 
 def buffers(chunk: Any) -> list[Any]:
@@ -101,15 +97,12 @@ class SumOfOutputs:
     def __init__(self, meter: ForwardMeter | None) -> None:
         self._meter = meter
 
-    def expect(self, head: Any, batch: PackedBatch) -> None:
-        """Announce the rows and their predicted tokens."""
-        head.expect(batch)
-
-    def finish(self, head: Any, output_NC: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, head: Any, hidden_t1H: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum."""
+        output_N, _ = head(hidden_t1H, batch)
         if self._meter is not None:
             self._meter.measuring = False
-        return output_NC.sum(), {"loss": output_NC.sum().detach(), "count": torch.ones(())}
+        return output_N.sum(), {"loss": output_N.sum().detach(), "count": torch.ones(())}
 
 
 def samples_of_rank(case: dict[str, Any], runtime: Runtime) -> Samples:
@@ -132,15 +125,11 @@ def measure(role: Role, case: dict[str, Any], runtime: Runtime) -> dict[str, Any
     assert update.applied
     parameters = role.parameters()
     return {
-        "parameters": sum(p.numel() for p in parameters),
-        "weights": sum(p.nbytes for p in parameters),
+        "parameters": sum(p.numel() for p in parameters), "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(b.grad_data.nbytes for chunk in role.optimizer.chunks for b in buffers(chunk)),
-        "optimizer": optimizer_bytes(role, parameters),
-        "activations": meter.saved_bytes,
-        "layers": meter.most_layers,
-        "outputs": meter.output_bytes,
-        "is_last_stage": role.layout.is_last_stage,
-    }
+        "optimizer": optimizer_bytes(role, parameters), "activations": meter.saved_bytes, "layers": meter.most_layers,
+        "outputs": meter.output_bytes, "is_last_stage": role.layout.is_last_stage,
+    }  # fmt: skip
 
 
 def optimizer_bytes(role: TrainedRole, parameters: list[torch.nn.Parameter]) -> int:
@@ -154,19 +143,14 @@ def optimizer_bytes(role: TrainedRole, parameters: list[torch.nn.Parameter]) -> 
     return total
 
 
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
-        with without_reward_workers():
-            parts = assemble(config, derive_run(config, runtime.world_size), runtime)
-        mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
-        gathered: list[Any] = [None] * runtime.world_size
-        dist.all_gather_object(gathered, mine)
-        parts.close()
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(gathered))
+def measurements(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    config = resolve(load_config(case["config"], case["overrides"]), on_cuda=False)
+    with without_reward_workers():
+        parts = assemble(config, derive_run(config, runtime.world_size), runtime)
+    mine = {name: measure(getattr(parts, name), case, runtime) for name in ("actor", "critic")}
+    parts.close()
+    return mine
 
 
 if __name__ == "__main__":
-    main()
+    answer_of_all_ranks(measurements)

@@ -22,13 +22,13 @@ from megappo.families.parameters import pieces
 from megappo.families.weights import scatter_shard
 from megappo.megatron.roles import LocalRole, Role, TrainedRole
 from megappo.observe.ends import End
-from megappo.ppo.components import assemble
-from megappo.ppo.reporting import Reporter
+from megappo.ppo.assembly.components import assemble
+from megappo.ppo.reports.reporting import Reporter
 from megappo.ppo.trainer import Trainer
 from megappo.ppo.updates import NonFiniteUpdateError
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.objects import all_gather_objects
 from megappo.runtime.process import start_runtime
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo.types import Episode, Episodes, Prompt, Rollouts, Turn
 from tests.support.rewards import without_reward_workers
 
@@ -111,8 +111,7 @@ def run(scenario: dict[str, Any], runtime: Any, out_file: Path) -> None:
         i: {name: column[b, own].tolist() for name, column in columns.items() if column is not None}
         for b, (i, own) in enumerate(zip(ids, rollouts.response_mask_BR, strict=True))
     }
-    gathered: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(gathered, per_sample)
+    gathered = all_gather_objects(per_sample)
     actor, stop_token_ids = {name: tensor.clone() for name, tensor in parts.weights}, parts.stop_token_ids
     critic = {} if parts.critic is None else critic_weights(trainer, runtime)
     adapters = {role.placement.name: adapter_weights(role) for role in parts.trained}
@@ -133,15 +132,12 @@ def run(scenario: dict[str, Any], runtime: Any, out_file: Path) -> None:
         out_file.write_text(
             json.dumps(
                 {
-                    "stopped": stopped,
-                    "metrics": trainer.metrics,
-                    "samples": merged,
-                    "minibatches": plans,
+                    "stopped": stopped, "metrics": trainer.metrics, "samples": merged, "minibatches": plans,
                     "stop_token_ids": list(stop_token_ids),
                     "built": {role: built(getattr(parts, role)) for role in plans},
                 }
             )
-        )
+        )  # fmt: skip
 
 
 def built(role: Any) -> dict[str, Any]:

@@ -5,38 +5,31 @@ Usage (under torchrun): random_models_worker.py CASES.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megappo.config import derive_run, load_config, resolve
-from megappo.config.schema import RuntimeSettings
 from megappo.megatron.heads import LogprobHead
 from megappo.megatron.placed import announce, place
 from megappo.megatron.schedule import PackedBatch
-from megappo.ppo.models import ModelBuilder
+from megappo.ppo.assembly.models import ModelBuilder
 from megappo.reshard.stream import WeightStream
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.process import Runtime
+from megappo.runtime.ranks.objects import all_gather_objects
 from megappo.types import Samples
+from tests.support.workers import answer
 
 
-class SumOfLogprobs:
-    """A task with minus the sum of the log-probabilities of all response tokens as the loss."""
-
-    def expect(self, head: LogprobHead, batch: PackedBatch) -> None:
-        head.expect(batch)
-
-    def finish(
-        self, head: LogprobHead, output_NC: torch.Tensor, batch: PackedBatch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = -output_NC.sum() * (not batch.is_filler)
-        count = torch.tensor(float(len(batch.labels_N)), dtype=torch.float64)
-        return loss, {"loss": loss.detach().double(), "count": count}
+def minus_sum_of_logprobs(
+    head: LogprobHead, hidden_t1H: torch.Tensor, batch: PackedBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return minus the sum of the log-probabilities of all response tokens."""
+    logprob_N, _ = head(hidden_t1H, batch)
+    loss = -logprob_N.sum() * (not batch.is_filler)
+    count = torch.tensor(float(len(batch.labels_N)), dtype=torch.float64)
+    return loss, {"loss": loss.detach().double(), "count": count}
 
 
 def samples_of(case: dict[str, Any], runtime: Runtime) -> Samples:
@@ -57,24 +50,16 @@ def run(case: dict[str, Any], runtime: Runtime) -> list[list[float]]:
     announced = announce(samples_of(case, runtime), runtime.device)
     batch = place(role, announced, [frozenset(range(len(case["tokens"])))])
     logprob_BR = batch.forward()
-    update = batch.update(0, SumOfLogprobs())
+    update = batch.update(0, minus_sum_of_logprobs)
     assert update.applied, update
     weights = {name: tensor.clone() for name, tensor in WeightStream(role, 1 << 20)}
     if runtime.is_main:
         save_file(weights, case["out"])
     rows = zip(batch.samples.sample_ids_B.tolist(), logprob_BR, batch.samples.response_lengths_B.tolist(), strict=True)
-    gathered: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(gathered, {i: row[:n].tolist() for i, row, n in rows})
+    gathered = all_gather_objects({i: row[:n].tolist() for i, row, n in rows})
     merged = {i: row for part in gathered for i, row in part.items()}
     return [merged[i] for i in sorted(merged)]
 
 
-def main() -> None:
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        results = [run(case, runtime) for case in json.loads(Path(sys.argv[1]).read_text())["cases"]]
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda request, runtime: [run(case, runtime) for case in request["cases"]])

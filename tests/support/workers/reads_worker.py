@@ -5,8 +5,6 @@ Usage (under torchrun): reads_worker.py CASE.json FOUND.json
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.config.grid import Grid
-from megappo.config.model_files import load_architecture
-from megappo.config.schema import ModelSettings, RuntimeSettings
+from megappo.config.role_models import load_architecture
+from megappo.config.schema import ModelSettings
 from megappo.families.architecture import padded_vocab_size
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.layout import Cut, Layout, make_layouts
 from megappo.megatron.schedule import PlacedSample, pack_samples, run_schedule
 from megappo.reshard.sources import SafetensorsSource
-from megappo.runtime.process import Runtime, start_runtime
-from tests.support.workers.model_worker import Outputs, sequences
+from megappo.runtime.process import Runtime
+from tests.support.workers import answer
+from tests.support.workers.model_worker import outputs, sequences
 
 # Operations whose result or output size is a number that the host would read from a device.
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
@@ -86,7 +85,7 @@ def reads(model: RoleModel, layout: Layout, samples: Iterable[PlacedSample]) -> 
     with Reads() as scalars, Copies() as tensors:
         device, multiple = torch.device("cpu"), layout.token_multiple
         batches = [pack_samples(group, device, shard=layout.shard, multiple_of=multiple) for group in groups]
-        run_schedule(model.chunks, layout, batches, Outputs(), train=True)
+        run_schedule(model.chunks, layout, batches, outputs, train=True)
     return scalars.count + tensors.count
 
 
@@ -104,16 +103,10 @@ def check(case: dict[str, Any], folder: Path, runtime: Runtime) -> int:
     return reads(build_model(arch, layout, options, SafetensorsSource(folder, arch)), layout, samples)
 
 
-def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text())
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        counts = {
-            name: [check(case, Path(folder), runtime) for folder in request["folders"]]
-            for name, case in request["cases"].items()
-        }
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(counts))
+def counts(request: dict[str, Any], runtime: Runtime) -> dict[str, list[int]]:
+    cases, folders = request["cases"], request["folders"]
+    return {name: [check(case, Path(folder), runtime) for folder in folders] for name, case in cases.items()}
 
 
 if __name__ == "__main__":
-    main()
+    answer(counts)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - before megatron.core
-from megappo.runtime.megatron_patches import PipelineSends
+from megappo.megatron.patches.all_devices import PipelineSends
 
 
 def content(size: int, number: int) -> torch.Tensor:

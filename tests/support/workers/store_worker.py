@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import megappo.megatron  # noqa: F401 - prepares a machine without CUDA before Megatron-Core is imported
 from megappo.config.schema import RuntimeSettings
-from megappo.runtime.interrupts import interruptible
 from megappo.runtime.process import start_runtime
-from megappo.runtime.watchdog import Limits, Watchdog, watched
+from megappo.runtime.watch.interrupts import interruptible
+from megappo.runtime.watch.watchdog import Limits, Watchdog, watched
 
 
 def main() -> None:

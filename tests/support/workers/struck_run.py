@@ -23,10 +23,10 @@ from typing import Any
 from aiohttp import ClientSession
 
 from megappo.cli import main
-from megappo.engines.sglang import fleet
-from megappo.engines.sglang.guard import session_pids
-from megappo.engines.sglang.server import Server
-from megappo.engines.sglang.sync import SyncRun
+from megappo.engines.sglang.servers import fleet
+from megappo.engines.sglang.servers.guard import session_pids
+from megappo.engines.sglang.servers.server import Server
+from megappo.engines.sglang.weights.sync import SyncRun
 
 servers: list[Server] = []
 

@@ -5,9 +5,7 @@ Usage (under torchrun): torch_dist_worker.py CASES.json FOUND.json
 
 from __future__ import annotations
 
-import json
 import queue
-import sys
 import zlib
 from argparse import Namespace
 from dataclasses import dataclass
@@ -30,15 +28,16 @@ from torch.nn.functional import silu
 
 from megappo.checkpoint.torch_dist.writer import write_torch_dist
 from megappo.config.grid import Grid
-from megappo.config.model_files import read_architecture
-from megappo.config.schema import RuntimeSettings
-from megappo.families.architecture import ArchitectureConfig, padded_vocab_size
+from megappo.families.architecture import padded_vocab_size
+from megappo.families.declaration import ArchitectureConfig
 from megappo.megatron.build import BuildOptions, RoleModel, build_model
 from megappo.megatron.layout import Cut, Layout, make_layouts
-from megappo.ppo.origins import open_origin
+from megappo.megatron.patches.all_devices import fix_router
+from megappo.models.model_files import read_architecture
+from megappo.ppo.assembly.origins import open_origin
 from megappo.reshard.sources import SafetensorsSource
-from megappo.runtime.megatron_patches import fix_router
-from megappo.runtime.process import Runtime, start_runtime
+from megappo.runtime.process import Runtime
+from tests.support.workers import answer
 from tests.support.workers.model_worker import expected, forward, sequences
 
 VALUE_HEAD_STD = 0.5
@@ -96,51 +95,28 @@ def plain_model(config: Any, case: dict[str, Any]) -> Plain:
     of_experts: dict[str, Any] = {}
     if experts is not None:
         of_experts = {
-            "num_moe_experts": experts,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        }
+            "num_moe_experts": experts, "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_router_topk": config.num_experts_per_tok, "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        }  # fmt: skip
     settings = TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=config.head_dim,
-        ffn_hidden_size=config.intermediate_size,
-        layernorm_epsilon=config.rms_norm_eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=silu,
-        qk_layernorm=True,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        pipeline_dtype=torch.float32,
-        moe_token_dispatcher_type="allgather",
-        **of_experts,
-    )
+        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads, num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim, ffn_hidden_size=config.intermediate_size, layernorm_epsilon=config.rms_norm_eps,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=silu, qk_layernorm=True, add_bias_linear=False,
+        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp, expert_model_parallel_size=ep, pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="allgather", **of_experts,
+    )  # fmt: skip
     layer = get_gpt_layer_local_spec(experts, qk_layernorm=True, normalization="RMSNorm")
     if case.get("plain_norms"):  # the name in layers with experts of Transformer Engine
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     model = GPTModel(
-        settings,
-        layer,
-        vocab_size=case["padded_vocab"],
-        max_sequence_length=config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rope_parameters["rope_theta"],
-    )
+        settings, layer, vocab_size=case["padded_vocab"], max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False, share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="rope", rotary_base=config.rope_parameters["rope_theta"],
+    )  # fmt: skip
     return Plain(model.eval(), tp, pp)
 
 
@@ -159,18 +135,13 @@ def draw(plain: Plain) -> None:
 def arguments_of(config: Any, case: dict[str, Any]) -> Namespace:
     """Return some of the arguments in checkpoints of Megatron-LM."""
     return Namespace(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_experts=getattr(config, "num_experts", None),
-        norm_epsilon=config.rms_norm_eps,
+        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
+        num_experts=getattr(config, "num_experts", None), norm_epsilon=config.rms_norm_eps,
         rotary_base=int(config.rope_parameters["rope_theta"]),
-        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=case.get("tp", 1),
-        attention_backend=AttnBackend.auto,
-        params_dtype=torch.float32,
+        untie_embeddings_and_output_weights=not config.tie_word_embeddings, make_vocab_size_divisible_by=128,
+        tensor_model_parallel_size=case.get("tp", 1), attention_backend=AttnBackend.auto, params_dtype=torch.float32,
         data_path=[Path("data")],
-    )
+    )  # fmt: skip
 
 
 def save(plain: Plain, root: Path, case: dict[str, Any]) -> None:
@@ -259,18 +230,9 @@ def check(case: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text())
+if __name__ == "__main__":
     fix_router()
     writer: Any = filesystem_async
-    writer._results_queue = (
-        queue.Queue()
-    )  # the queue of Megatron is served by a process that would import everything again
-    with start_runtime(RuntimeSettings(collective_timeout_seconds=120)) as runtime:
-        results = {name: check(case, runtime) for name, case in cases.items()}
-        if runtime.is_main:
-            Path(sys.argv[2]).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    # The queue of Megatron is served by a process that would import everything again.
+    writer._results_queue = queue.Queue()
+    answer(lambda cases, runtime: {name: check(case, runtime) for name, case in cases.items()})

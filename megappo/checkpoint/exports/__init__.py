@@ -1,0 +1,1 @@
+"""Exports of a checkpoint in the formats of other programs."""

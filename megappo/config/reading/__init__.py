@@ -1,0 +1,1 @@
+"""The YAML parser, and error messages for invalid settings."""

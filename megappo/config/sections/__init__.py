@@ -1,0 +1,1 @@
+"""Settings of the sections of the YAML file, one module per section."""

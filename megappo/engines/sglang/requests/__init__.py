@@ -1,0 +1,1 @@
+"""Requests to the servers: assignment, HTTP calls and answers."""

@@ -1,0 +1,1 @@
+"""Processes of the servers: start, inspection, restart and end."""

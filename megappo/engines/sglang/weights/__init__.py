@@ -1,0 +1,1 @@
+"""Transfer of weights into the servers, and its verification."""

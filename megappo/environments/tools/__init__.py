@@ -1,0 +1,1 @@
+"""Tools of a model: parsing of calls, and confined worker processes."""

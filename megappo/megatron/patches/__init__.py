@@ -1,0 +1,1 @@
+"""Replaced functions of Megatron-Core, with the versions and the reasons."""

@@ -1,0 +1,1 @@
+"""Files of models: folders, config.json, weight files, tokenizers and chat templates."""

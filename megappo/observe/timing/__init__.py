@@ -1,0 +1,1 @@
+"""Time of the stages of a step, and the use of the hardware."""

@@ -1,0 +1,1 @@
+"""Start of a run: its origin, its models and its other components."""

@@ -1,0 +1,1 @@
+"""Metrics of a step, and their output."""

@@ -1,0 +1,1 @@
+"""Generation of the samples of a step."""

@@ -1,0 +1,1 @@
+"""Processes that run untrusted functions and can be killed."""

@@ -1,0 +1,1 @@
+"""Servers of judges and of reward models."""

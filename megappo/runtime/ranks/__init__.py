@@ -1,0 +1,1 @@
+"""Communication between ranks: rendezvous, process groups and collectives."""

@@ -1,0 +1,1 @@
+"""Deadlines, failures and signals that end a run on all ranks."""
