@@ -16,13 +16,15 @@ from megappo.checkpoint.changes import Changes, compare_settings
 from megappo.checkpoint.files import Marker
 from megappo.config import Config, load_config
 from megappo.config.rules.arrivals import read_index
+from megappo.engines.protocol import Completion
 from megappo.errors import ConfigError
 from megappo.observe.metrics import MetricsLog
 from megappo.observe.saved_samples import saved_steps
 from megappo.ppo.records import checkpoints
 from megappo.ppo.records.checkpoints import Boundary
 from megappo.ppo.records.later_steps import forget_after
-from megappo.ppo.rollout.in_flight_state import KEY
+from megappo.ppo.rollout.in_flight_state import KEY, State, read_state, written_state
+from megappo.ppo.rollout.tickets import Group
 from megappo.ppo.training_run import TrainingRun
 from tests.ppo.test_experience import resumed
 from tests.support.events import scalars
@@ -259,3 +261,14 @@ def test_state_of_a_stopped_step_is_saved() -> None:
         stopped = TrainingRun.boundary_when_stopped(run)
         assert stopped.responses[KEY] is (pending or before)[KEY] and stopped.responses.keys() == {KEY}
         assert stopped.trainer == {"step": 4, "cursor": int(saves_cursor)}
+
+
+def test_checkpoint_restores_state_exactly() -> None:
+    answers = {
+        4: Completion((3, 4, 1), (-0.1, -1 / 3, -2.0), False, 2, stretches=((2, 1), (3, 2))),
+        9: Completion((3,), (-0.7,), False, 3, broken_off=True),
+    }
+    state = State([(Group(2, 17, 2, True), 5, 1), (Group(4, 3, 3), 0, 0)], [8, 8], 5, 1, answers)
+    assert read_state(written_state(state, (4, 2))) == (state, (4, 2))
+    nothing = State([], [], 0, 0, {})
+    assert read_state(written_state(nothing, (4, 2))) == (nothing, (4, 2))

@@ -12,10 +12,9 @@ import torch
 
 from megappo.engines.protocol import Completion, GenerateRequest, PauseMode, SamplingParams
 from megappo.ppo.reports.measures import rollout_metrics
-from megappo.ppo.rollout.in_flight_state import KEY, State, read_state, written_state
+from megappo.ppo.rollout.in_flight_state import KEY, read_state
 from megappo.ppo.rollout.scheduler import RolloutScheduler
 from megappo.ppo.rollout.step_samples import Kept
-from megappo.ppo.rollout.tickets import Group
 from megappo.types import Rollouts
 from tests.support.in_flight import (
     ONE_AHEAD,
@@ -32,17 +31,6 @@ from tests.support.in_flight import (
 )
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
-
-
-def test_checkpoint_restores_state_exactly() -> None:
-    answers = {
-        4: Completion((3, 4, 1), (-0.1, -1 / 3, -2.0), False, 2, stretches=((2, 1), (3, 2))),
-        9: Completion((3,), (-0.7,), False, 3, broken_off=True),
-    }
-    state = State([(Group(2, 17, 2, True), 5, 1), (Group(4, 3, 3), 0, 0)], [8, 8], 5, 1, answers)
-    assert read_state(written_state(state, (4, 2))) == (state, (4, 2))
-    nothing = State([], [], 0, 0, {})
-    assert read_state(written_state(nothing, (4, 2))) == (nothing, (4, 2))
 
 
 def test_steps_take_groups_while_weights_change() -> None:
@@ -278,29 +266,40 @@ def test_synchronous_run_takes_in_flight_prompts_first() -> None:
     )
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_stopped_run_one_step_ahead_keeps_finished_samples(keeps: bool) -> None:
-    """The finished samples of the next step are always kept, and those of the step in training only on request."""
-    settings = (*ONE_AHEAD, f"rollout.when_stopped={'keep' if keeps else 'drop'}")
-    first = scheduler(engine := StandIn(), *settings)
-    before = first.of_step(1, weights_changed=False)
-    first.begin(2)
-    for _ in range(3):
-        engine.tick()
-    assert engine.running.keys() == {5}
+@pytest.mark.parametrize(("step", "when_stopped"), [(1, "drop"), (1, "keep"), (2, "drop")])
+def test_stopped_run_one_step_ahead_keeps_finished_samples(step: int, when_stopped: str) -> None:
+    """The finished samples of the next step are always kept. Those of the step in training are kept on request, or if
+    they were finished at the end of the previous step."""
+    settings = (*ONE_AHEAD, f"rollout.when_stopped={when_stopped}")
+    first = scheduler(engine := StandIn(ticks=3), *settings)
+    for earlier in range(1, step):
+        first.of_step(earlier, weights_changed=False)
+        first.begin(earlier + 1)
+        first.settle(weights_changed=False)
+        first.forget(earlier)
+        first.state_dict(earlier + 1)
+    before = first.of_step(step, weights_changed=False)
+    first.begin(step + 1)
+    engine.poll(1.0)
+    own, later, unfinished = {*range(4 * step - 4, 4 * step)}, {*range(4 * step, 4 * step + 4)}, {*engine.running}
+    dropped = own if (step, when_stopped) == (1, "drop") else set()
+    assert 0 < len(unfinished) < 4
     first.pause(stops=True)
-    state = first.state_dict(1)
-    assert read_state(state[KEY])[0].answers.keys() == {4, 6, 7} | ({0, 1, 2, 3} if keeps else set())
+    state = first.state_dict(step)
+    assert read_state(state[KEY])[0].answers.keys() == (own | later) - unfinished - dropped
     components = parts(engine := StandIn(), *settings)
     components.cursor.load_state_dict(first.cursor_state())
     second = RolloutScheduler(components)
     second.load_state_dict([state])
-    again = second.of_step(1, weights_changed=False)
-    assert trained(again) == trained(before) and all(map(torch.equal, again.sequences, before.sequences))
-    second.begin(2)
     second.settle(weights_changed=False)
-    assert trained(second.of_step(2, weights_changed=False)) == [2, 2, 3, 3]
-    assert sorted(engine.finishes) == ([5] if keeps else [0, 1, 2, 3, 5])
+    assert not engine.prefixes, "the step has not begun"
+    again = second.of_step(step, weights_changed=False)
+    assert trained(again) == trained(before) and all(map(torch.equal, again.sequences, before.sequences))
+    assert engine.prefixes.keys() == dropped, "the next step has not begun"
+    second.begin(step + 1)
+    second.settle(weights_changed=False)
+    assert trained(second.of_step(step + 1, weights_changed=False))[::2] == [2 * step, 2 * step + 1]
+    assert {*engine.finishes} == unfinished | dropped
     assert all(prefixes == [0] for prefixes in engine.prefixes.values())
 
 

@@ -100,12 +100,14 @@ class RankSamples:
             elif running is not None:
                 running.future.cancel()
 
-    def submit(self, *, counts: bool) -> None:
-        """Submit all samples that are unfinished and not submitted. A collective of the world with a user function.
+    def submit(self, tickets: Iterable[int], *, counts: bool) -> None:
+        """Submit the samples of these prompts that are unfinished and not submitted. A collective of the world with a
+        user function.
 
         `counts`: whether the console shows the progress of these samples.
         """
-        new = [sample for sample in self._samples.values() if sample.running is None and not sample.finished]
+        samples = [self._samples[number] for ticket in tickets for number in self.numbers(ticket)]
+        new = [sample for sample in samples if sample.running is None and not sample.finished]
         prompts, requests = [sample.prompt for sample in new], [sample.request for sample in new]
         if counts and new:
             PROGRESS.expect(SAMPLES if self._parts.episodes is None else EPISODES, len(new))

@@ -53,10 +53,13 @@ class RolloutScheduler(StepSamples):
         """Prompts to submit before the next prompts of the cursor."""
         self._next_ticket, self._loaded_ticket = 0, 0
         self._samples = RankSamples(parts, self._params)
+        self._begun: set[int] = set()
+        """Untrained steps whose samples were submitted. With `rollout.ahead` of 0 or 1, a restored step is submitted
+        when it begins."""
         self._last_step = 0
         """Last step that has received samples."""
-        self._is_resumed = False
-        """Whether restored groups have not been submitted."""
+        self._saved: set[int] = set()
+        """Samples in the last state for a checkpoint. Later states contain them too, until they are trained."""
         self._dropped, self._cut, self._restarted = 0, 0, 0
         self._record = ArrivalsRecord(parts) if self._settings.record_arrivals else None
 
@@ -80,7 +83,7 @@ class RolloutScheduler(StepSamples):
                 self._fill(step, at_least=prompts)
             else:
                 self._draw(step, prompts)
-                self._send()
+                self._send(step)
         return self._round(step, number, prompts)
 
     def begin(self, step: int) -> None:
@@ -88,13 +91,13 @@ class RolloutScheduler(StepSamples):
         if step not in self._taken:
             self._let_solved_prompts_rest(step)
             self._draw(step, self._settings.prompts_per_step)
-        self._send()
+        self._begun.add(step)
+        self._send(step)
 
     def settle(self, *, weights_changed: bool) -> None:
-        """See `StepSamples.settle`. With `rollout.ahead` of 2 or more, samples stay unfinished between steps.
-        `of_step` and `begin` submit the samples of a resumed step."""
-        if not self._continuous and not self._is_resumed:
-            self._wait_for(self._groups, weights_changed)
+        """See `StepSamples.settle`. With `rollout.ahead` of 2 or more, samples stay unfinished between steps."""
+        if not self._continuous:
+            self._wait_for([ticket for step in self._begun for ticket in self._tickets(step)], weights_changed)
 
     def _round(self, step: int, number: int, prompts: int, weights_changed: bool = False) -> Rollouts:
         if number == len(self._taken.get(step, [])):
@@ -113,7 +116,7 @@ class RolloutScheduler(StepSamples):
             self._parts.episodes.check_failures(list(answers.values()))
         return rollouts_of(self._parts, groups, self._positions(tickets), answers, with_versions=self._continuous)
 
-    def _wait_for(self, tickets: Sequence[int] | Mapping[int, Group], weights_changed: bool = False) -> None:
+    def _wait_for(self, tickets: Sequence[int], weights_changed: bool = False) -> None:
         """Wait until these groups are finished. A collective of the world."""
         version = self._engine.version
         while not all(self._groups[ticket].finished for ticket in tickets):
@@ -184,13 +187,14 @@ class RolloutScheduler(StepSamples):
 
     def forget(self, step: int) -> None:
         """See `StepSamples.forget`."""
-        for tickets in self._taken.pop(step, []):
-            for ticket in tickets:
-                self._forget(ticket)
+        for ticket in self._tickets(step):
+            self._forget(ticket)
+        self._taken.pop(step, None)
+        self._begun.discard(step)
 
     def needs_old_weights(self, step: int) -> bool:
         """Return whether responses are missing, or whether the rewards may require another round."""
-        tickets = [ticket for tickets in self._taken.get(step, ()) for ticket in tickets]
+        tickets = self._tickets(step)
         has_rounds = self._settings.dynamic_sampling is not None
         return bool(tickets) and (has_rounds or not all(self._groups[ticket].finished for ticket in tickets))
 
@@ -200,8 +204,8 @@ class RolloutScheduler(StepSamples):
         """Return this rank's samples, finished or unfinished, and the groups of all ranks, starting at `step`.
 
         With `rollout.ahead` of 2 or more, an unfinished response contains its tokens at the last interruption. With 0
-        or 1, only finished responses are contained, and those of a step in training only if `rollout.when_stopped`
-        keeps them.
+        or 1, only finished responses are contained. Those of a step in training are contained if the state before the
+        step contained them, or if `rollout.when_stopped` keeps them.
         """
         if not self._continuous and not (self._groups or self._returned or self._loaded_ticket):
             return {}
@@ -211,7 +215,9 @@ class RolloutScheduler(StepSamples):
         if not self._continuous:
             keeps, samples = self._settings.when_stopped == "keep", self._settings.samples_per_prompt
             kept_steps = {ticket for ticket, (taker, _) in taken_by.items() if keeps or taker > self._last_step}
-            answered = {n: a for n, a in answered.items() if not a.broken_off and n // samples in kept_steps}
+            kept = {n for n in answered if n // samples in kept_steps} | self._saved
+            answered = {n: a for n, a in answered.items() if not a.broken_off and n in kept}
+            self._saved = {*answered}
         distribution = self._params.distribution
         state = State(groups, self._returned, self._next_ticket, self._dropped, answered, distribution)
         return {KEY: written_state(state, self._settings.sizes)}
@@ -242,7 +248,6 @@ class RolloutScheduler(StepSamples):
                 rounds += [[] for _ in range(len(rounds), number + 1)]
                 rounds[number].append(group.ticket)
         self._add_samples(self._groups, answers)
-        self._is_resumed = True
         self._exchange_finished()
         self._cut = self._samples.interrupted
         self._restarted = self._samples.unfinished
@@ -278,6 +283,10 @@ class RolloutScheduler(StepSamples):
             for number, tickets in enumerate(rounds):
                 for position, ticket in enumerate(tickets):
                     yield ticket, step, number, position
+
+    def _tickets(self, step: int) -> list[int]:
+        """Return the tickets of a step in the order of its rounds."""
+        return [ticket for tickets in self._taken.get(step, ()) for ticket in tickets]
 
     def _choose(self, size: int) -> list[Group] | None:
         newest, of_step = self._engine.version, self._settings.prompts_per_step
@@ -357,11 +366,11 @@ class RolloutScheduler(StepSamples):
         prompt = self._parts.train_prompts[self._groups[ticket].prompt]
         self._samples.add(number, prompt, seed, prompt_id, answers.get(number))
 
-    def _send(self) -> None:
-        """Submit all unfinished samples that are not submitted."""
-        self._is_resumed = False
-        if any(not group.finished for group in self._groups.values()):
-            self._samples.submit(counts=not self._continuous)
+    def _send(self, step: int | None = None) -> None:
+        """Submit the samples of a step, by default of all groups, that are unfinished and not submitted."""
+        tickets = list(self._groups) if step is None else self._tickets(step)
+        if any(not self._groups[ticket].finished for ticket in tickets):
+            self._samples.submit(tickets, counts=not self._continuous)
 
 
 def step_samples_of(parts: RunComponents) -> StepSamples:
